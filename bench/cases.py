@@ -1,0 +1,208 @@
+"""Workloads: which attention problems are measured, and their masks in every spelling a peer needs.
+
+Source: the four masks of Table 2 of the STOF paper with ``width = max(16, isqrt(S))`` for window and global tokens and
+10 % of the empty 64x64 tiles filled at random (BigBird), over the paper's three settings and 16x4096.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stof_compile.masks.spec import MaskSpec
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MASKS = ("causal", "sliding", "longformer", "bigbird")
+RANDOM_FILL = 0.1
+RANDOM_BLOCK = 64  # tile of BigBird's random part; belongs to the mask, not to a kernel
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One attention problem: ``[batch, heads, seq, head_dim]`` under a mask.
+
+    Args:
+        mask: one of ``MASKS``.
+        window, global_tokens: width of the window on each side and number of global tokens.
+        dtype: name of a torch dtype.
+    """
+
+    batch: int
+    seq: int
+    mask: str
+    window: int
+    global_tokens: int
+    heads: int = 12
+    head_dim: int = 64
+    dtype: str = "float16"
+    suffix: str = ""  # tells cells of one grid apart that differ in nothing but the dtype
+
+    @property
+    def shape_name(self) -> str:
+        """``BxS``."""
+        return f"{self.batch}x{self.seq}"
+
+    @property
+    def name(self) -> str:
+        """Unique in a grid: ``BxS/mask[/dtype]``."""
+        return f"{self.shape_name}/{self.mask}{self.suffix}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        return torch.float16 if self.dtype == "float16" else getattr(torch, self.dtype)
+
+    @property
+    def dense_flop(self) -> int:
+        """Operations of both products without a mask."""
+        return 4 * self.batch * self.heads * self.seq * self.seq * self.head_dim
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of Q, K, V and the output, each once."""
+        itemsize = self.torch_dtype.itemsize
+        return 4 * self.batch * self.heads * self.seq * self.head_dim * itemsize
+
+    def columns(self) -> dict[str, Any]:
+        """The columns that identify the cell in a CSV row."""
+        row = asdict(self)
+        row.pop("suffix")
+        return {"cell": self.name, **row}
+
+
+def table2_cell(batch: int, seq: int, mask: str, **other: Any) -> Cell:
+    """A cell of the paper's grid: window and global tokens are ``max(16, isqrt(seq))``."""
+    width = max(16, math.isqrt(seq))
+    return Cell(batch, seq, mask, width, width, **other)
+
+
+def _cpu_cell(seq: int, dtype: str) -> Cell:
+    return Cell(1, seq, "longformer", 32, 16, dtype=dtype, suffix=f"/{dtype}")
+
+
+GRIDS: dict[str, tuple[Cell, ...]] = {
+    "table2": tuple(
+        table2_cell(batch, seq, mask)
+        for batch, seq in ((1, 128), (8, 512), (16, 2048), (16, 4096))
+        for mask in MASKS
+    ),
+    # window 32 + 16 global tokens: the CPU cell of the goals
+    "cpu": tuple(_cpu_cell(2048, dtype) for dtype in ("float32", "bfloat16")),
+    # minutes of typos cost more on a lent GPU than here: the same code on toy sizes
+    "smoke": tuple(
+        table2_cell(batch, seq, mask, heads=2, head_dim=32, dtype="float32")
+        for batch, seq in ((1, 128), (2, 320))
+        for mask in MASKS
+    ),
+    "long": tuple(
+        table2_cell(1, 16384, mask, heads=32, head_dim=128) for mask in MASKS
+    ),
+}
+
+
+def select_cells(cells: Sequence[Cell], wanted: str | None) -> list[Cell]:
+    """Keep the cells named by a comma-separated list of ``BxS``, ``mask`` or ``BxS/mask``.
+
+    Raises:
+        SystemExit: an entry matches no cell; the message lists the names.
+    """
+    if not wanted:
+        return list(cells)
+    chosen: set[str] = set()
+    for word in (w.strip() for w in wanted.split(",")):
+        hits = [c.name for c in cells if word in (c.name, c.shape_name, c.mask, c.dtype)]
+        hits += [c.name for c in cells if c.name.startswith(word + "/")]
+        if not hits:
+            raise SystemExit(f"no cell {word!r}; cells: {', '.join(c.name for c in cells)}")
+        chosen.update(hits)
+    return [c for c in cells if c.name in chosen]
+
+
+def mask_spec(cell: Cell) -> MaskSpec:
+    """The mask as STOF's users write it."""
+    from stof_compile import masks
+
+    if cell.mask == "causal":
+        return masks.causal()
+    if cell.mask == "sliding":
+        return masks.sliding_window(cell.window)
+    if cell.mask == "longformer":
+        return masks.longformer(window=cell.window, global_tokens=cell.global_tokens)
+    return masks.bigbird(
+        window=cell.window, global_tokens=cell.global_tokens, random_fill=RANDOM_FILL, seed=0
+    )
+
+
+def arithmetic_rule(cell: Cell) -> MaskMod:
+    """The mask as comparisons of positions; for BigBird everything but its random tiles."""
+    window, global_tokens = cell.window, cell.global_tokens
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k <= window) & (k - q <= window)
+
+    def longformer(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ((q - k <= window) & (k - q <= window)) | (q < global_tokens) | (k < global_tokens)
+
+    return {"causal": causal, "sliding": sliding}.get(cell.mask, longformer)
+
+
+def dense_mask(cell: Cell, device: torch.device) -> Tensor:
+    """The mask as bool ``[S, S]``, True = attend; every peer and the oracle get exactly this function.
+
+    The arithmetic of this file is compared with STOF's rule, so a wrong rule cannot pass as a fast one; BigBird's
+    random tiles come from STOF's rule, as no formula of this file defines them.
+    """
+    position = torch.arange(cell.seq, device=device)
+    q, k = position[:, None], position[None, :]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    own = arithmetic_rule(cell)(zero, zero, q, k).expand(cell.seq, cell.seq)
+    theirs = mask_spec(cell).bind(cell.seq, cell.seq).keep(zero, zero, q, k).expand(cell.seq, cell.seq)
+    if cell.mask == "bigbird":
+        assert bool((theirs | ~own).all()), "BigBird must contain Longformer"
+        return theirs.contiguous()
+    assert bool((theirs == own).all()), f"STOF's rule of {cell.name} differs from its definition"
+    return theirs.contiguous()
+
+
+def tile_fraction(keep: Tensor, block: int = 64) -> float:
+    """Elements of touched ``block x block`` tiles over all elements (ragged edges count what exists)."""
+    seq = keep.shape[0]
+    edge = -(-seq // block)
+    padded = torch.zeros((edge * block, edge * block), dtype=torch.bool, device=keep.device)
+    padded[:seq, :seq] = keep
+    touched = padded.view(edge, block, edge, block).any(dim=3).any(dim=1).double()
+    sizes = torch.full((edge,), float(block), dtype=torch.float64, device=keep.device)
+    sizes[-1] = seq - (edge - 1) * block
+    return float(sizes @ touched @ sizes) / (seq * seq)
+
+
+def random_tile_table(cell: Cell, keep: Tensor) -> Tensor:
+    """BigBird's random tiles as bool ``[tiles, tiles]``: full in the mask and empty in its arithmetic part."""
+    edge = -(-cell.seq // RANDOM_BLOCK)
+    position = torch.arange(cell.seq, device=keep.device)
+    zero = torch.zeros((), dtype=torch.int64, device=keep.device)
+    regular = arithmetic_rule(cell)(zero, zero, position[:, None], position[None, :])
+    extra = torch.zeros((edge * RANDOM_BLOCK,) * 2, dtype=torch.bool, device=keep.device)
+    extra[: cell.seq, : cell.seq] = keep & ~regular
+    return extra.view(edge, RANDOM_BLOCK, edge, RANDOM_BLOCK).any(dim=3).any(dim=1)
+
+
+def make_inputs(
+    cell: Cell, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh normal Q, K, V ``[B, H, S, D]``."""
+    shape = (cell.batch, cell.heads, cell.seq, cell.head_dim)
+    drawn = [
+        torch.randn(shape, device=device, generator=generator).to(cell.torch_dtype)
+        for _ in range(3)
+    ]
+    return drawn[0], drawn[1], drawn[2]

@@ -1,0 +1,69 @@
+"""Rows on disk: CSV files that grow row by row and can be resumed, and the log of what did not become a row."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LOG_FIELDS = ("cell", "peer", "variant", "kind", "reason")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """All rows of a CSV; empty when there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_row(path: Path, fields: Sequence[str], row: dict[str, Any]) -> None:
+    """Append one row, with the header first in a new file; floats keep five digits.
+
+    Raises:
+        SystemExit: the file was written with other columns.
+    """
+    unknown = set(row) - set(fields)
+    assert not unknown, f"columns without a place in {path.name}: {sorted(unknown)}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists() or path.stat().st_size == 0
+    if not fresh:
+        with path.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != list(fields):
+            raise SystemExit(f"{path} has other columns; choose another --out or run without --resume")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(fields))
+        if fresh:
+            writer.writeheader()
+        writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def log_path(out: Path) -> Path:
+    """The log that belongs to a CSV."""
+    return out.with_name(out.stem + ".log.csv")
+
+
+def log_event(
+    out: Path, cell: str, peer: str, variant: str, kind: str, reason: str, *, loud: bool = True
+) -> None:
+    """Record why something is no row: kind is ``missing`` | ``error`` | ``incorrect`` | ``note``."""
+    row = {"cell": cell, "peer": peer, "variant": variant, "kind": kind, "reason": reason[:600]}
+    append_row(log_path(out), LOG_FIELDS, row)
+    if loud:
+        say(f"  {kind}: {cell} {peer} {variant}: {reason.strip().splitlines()[0][:200] if reason.strip() else ''}")
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def number(row: dict[str, str], field: str) -> float:
+    """A numeric column; NaN when empty."""
+    return float(row[field]) if row.get(field) else float("nan")

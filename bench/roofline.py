@@ -1,0 +1,126 @@
+"""Ceilings of the device, measured, and the two floors of a masked attention.
+
+element floor = max(bytes of Q, K, V, O / bandwidth, kept elements x 4 D operations / rate); tile floor = the same with
+all elements of the touched 64x64 tiles. Bandwidth is a large copy (read + written); rate is the best dense attention
+kernel at that head dim, since no attention kernel reaches the rate of a plain matrix product.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cases import Cell
+
+# FA4, dense, of the same device (not importable everywhere): (device, head dim) -> TFLOP/s
+PUBLISHED_TFLOPS = {("NVIDIA H200", 64): 535.0, ("NVIDIA H200", 128): 730.0}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reaches.
+
+    Args:
+        copy_tb_s: device-to-device copy in TB/s, read + written.
+        matmul_tflops: large matrix product (bf16 8192^3 on CUDA, fp32 2048^3 on CPU).
+        attention_tflops: head dim (as text, for JSON) -> best dense attention.
+        sources: head dim -> where that figure comes from.
+    """
+
+    device: str
+    copy_tb_s: float
+    matmul_tflops: float
+    attention_tflops: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def rate(self, head_dim: int) -> float:
+        """Operations per second of attention at a head dim."""
+        return self.attention_tflops.get(str(head_dim), self.matmul_tflops) * 1e12
+
+    def floor_us(self, cell: Cell, fraction: float) -> float:
+        """Microseconds below which a kernel that works on ``fraction`` of the elements cannot fall."""
+        memory = cell.moved_bytes / (self.copy_tb_s * 1e12)
+        return 1e6 * max(memory, fraction * cell.dense_flop / self.rate(cell.head_dim))
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the GPU, or of the CPU with its thread count."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = "CPU"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    return f"{model} ({torch.get_num_threads()} threads)"
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median seconds of one call; long calls only, so launch cost does not count."""
+    times = []
+    for index in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if index >= 2:
+            times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def measure_ceilings(device: torch.device, head_dims: tuple[int, ...] = (64, 128)) -> Ceilings:
+    """Measure copy bandwidth, matrix rate and dense attention on random data (a few seconds)."""
+    cuda = device.type == "cuda"
+    source = torch.empty(2**32 if cuda else 2**28, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() / _seconds(lambda: target.copy_(source), device, 5) / 1e12
+    del source, target
+    edge, dtype = (8192, torch.bfloat16) if cuda else (2048, torch.float32)
+    a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    matmul = 2 * edge**3 / _seconds(lambda: a @ b, device, 10) / 1e12
+    name = device_name(device)
+    rates: dict[str, float] = {}
+    sources: dict[str, str] = {}
+    if cuda:
+        for head_dim in head_dims:
+            rates[str(head_dim)], sources[str(head_dim)] = _dense_attention(name, device, head_dim)
+    return Ceilings(name, copied, matmul, rates, sources)
+
+
+def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[float, str]:
+    shape = (16, 12, 4096, 64) if head_dim == 64 else (1, 32, 12288, head_dim)
+    q, k, v = (torch.randn(shape, device=device).half() for _ in range(3))
+    flop = 4 * shape[0] * shape[1] * shape[2] ** 2 * head_dim
+    best, source = PUBLISHED_TFLOPS.get((name, head_dim), 0.0), "FA4, published for this device"
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                seconds = _seconds(lambda: F.scaled_dot_product_attention(q, k, v), device, 10)
+        except RuntimeError:  # this build has no such kernel; the other one still gives a rate
+            continue
+        if flop / seconds / 1e12 > best:
+            best, source = flop / seconds / 1e12, backend.name
+    return best, source
+
+
+def load_ceilings(path: Path, device: torch.device) -> Ceilings:
+    """Read the ceilings of this device, measuring and writing them when the file has none."""
+    name = device_name(device)
+    if path.exists():
+        stored = Ceilings(**json.loads(path.read_text()))
+        if stored.device == name:
+            return stored
+    measured = measure_ceilings(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(measured), indent=1) + "\n")
+    return measured

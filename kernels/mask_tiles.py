@@ -1,0 +1,109 @@
+"""Device functions that turn the stored mask of one tile into a boolean tile in registers.
+
+A part tile is masked either from its bitmap (64-bit words of 8x8 elements) or from arithmetic on
+positions (a band). Both are written so that the work per element is one or two comparisons; whatever
+depends only on the row of a tile is kept in vectors of one value per row.
+"""
+
+import triton
+import triton.language as tl
+
+# A bound that no key index reaches: "this row has no such limit".
+FAR: tl.constexpr = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def locate_program(
+    plane_map, plane_stride_b, plane_stride_h, row_order, slots, batch_heads, heads, rows,
+    HEADS_FAST: tl.constexpr, SINGLE_PLANE: tl.constexpr, HEAVY_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Map the program id to (batch, head, first tile row of the plane, slot, tile row).
+
+    ``slots`` is the number of work items per (batch, head): tile rows or query rows.
+    """
+    pid = tl.program_id(0)
+    if HEADS_FAST:
+        slot = pid // batch_heads
+        bh = pid % batch_heads
+    else:
+        bh = pid // slots
+        slot = pid % slots
+    b = bh // heads
+    h = bh % heads
+    base = 0
+    if not SINGLE_PLANE:
+        base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
+    row = slot
+    if HEAVY_FIRST:
+        row = tl.load(row_order + base + slot)
+    return b, h, base, row
+
+
+@triton.jit
+def bitmap_tile(
+    bitmap, tile_id, rows_in_tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Expand the bitmap of one tile to int32 [len(rows_in_tile), BLOCK_N], non-zero where kept.
+
+    Words are column-major in the tile and bits row-major in the 8x8, least significant first; read as
+    little-endian bytes, byte ``group * BLOCK_M + row`` therefore holds columns 8*group .. 8*group+7 of
+    ``row``. One byte is loaded per row and 8 columns, never one per element.
+    """
+    first = bitmap.to(tl.pointer_type(tl.uint8)) + tile_id.to(tl.int64) * (BLOCK_M * (BLOCK_N // 8))
+    group = tl.arange(0, BLOCK_N // 8)
+    octets = tl.load(first + (group[None, :] * BLOCK_M + rows_in_tile[:, None])).to(tl.int32)
+    bit = 1 << tl.arange(0, 8)
+    kept = octets[:, :, None] & bit[None, None, :]
+    return tl.reshape(kept, (rows_in_tile.shape[0], BLOCK_N))
+
+
+@triton.jit
+def band_bounds(
+    q_pos, k_len, lo, hi, global_q, global_k, cap,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Key range of each query row under a band: (lower, upper, head), int32 [rows].
+
+    Row q keeps key k when lower <= k <= upper or k < head; the cap and the end of the keys are folded
+    into the bounds, so the tile needs no further comparison for them.
+    """
+    lower = q_pos * 0
+    upper = lower + (k_len - 1)
+    head = lower
+    if HAS_LO:
+        lower = q_pos + lo
+    if HAS_HI:
+        upper = tl.minimum(upper, q_pos + hi)
+    if HAS_GLOBAL_Q:
+        sees_all = q_pos < global_q
+        lower = tl.where(sees_all, 0, lower)
+        upper = tl.where(sees_all, k_len - 1, upper)
+    if HAS_GLOBAL_K:
+        head = head + tl.minimum(global_k, k_len)
+    if HAS_CAP:
+        upper = tl.minimum(upper, q_pos + cap)
+        if HAS_GLOBAL_K:
+            head = tl.minimum(head, q_pos + (cap + 1))
+    return lower, upper, head
+
+
+@triton.jit
+def band_tile(
+    lower, upper, head, first_key, BLOCK_N: tl.constexpr,
+    USE_LOWER: tl.constexpr, USE_UPPER: tl.constexpr, USE_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Boolean [rows, BLOCK_N] of a band on the tile whose first key is ``first_key``.
+
+    The bounds move with the tile (one subtraction per row) and the column numbers stay constant.
+    """
+    n = tl.arange(0, BLOCK_N)[None, :]
+    if USE_UPPER:
+        keep = n <= (upper - first_key)[:, None]
+        if USE_LOWER:
+            keep = keep & (n >= (lower - first_key)[:, None])
+    else:
+        keep = n >= (lower - first_key)[:, None]
+    if USE_HEAD:
+        keep = keep | (n < (head - first_key)[:, None])
+    return keep

@@ -1,0 +1,57 @@
+"""Device functions of the online softmax that both attention kernels share.
+
+A score is kept in a unit of its own: a weight is exp2(MULT * (score - maximum)), so the plain case keeps
+raw dot products and folds scale * log2(e) into one multiply-add with the maximum.
+"""
+
+import triton
+import triton.language as tl
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attention_scores(
+    dots, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, LINEAR: tl.constexpr
+):  # fmt: skip
+    """Dot products to scores: unchanged when MULT carries the scale, else scaled and capped."""
+    s = dots
+    if not LINEAR:
+        s = s * SCALE
+        if SOFTCAP > 0:
+            # cap * tanh(s / cap), with tanh(x) = 1 - 2 / (exp(2 x) + 1): right at both infinities
+            s = SOFTCAP - (2.0 * SOFTCAP) / (tl.exp2(s * (2.0 * LOG2E / SOFTCAP)) + 1.0)
+    return s
+
+
+@triton.jit
+def starting_maximum(ROWS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Finite unless a bias can make every score of a row -inf or the lowest finite number."""
+    return tl.full([ROWS], float("-inf") if HAS_BIAS else -1.0e30, tl.float32)
+
+
+@triton.jit
+def softmax_step(s, maximum, MULT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """One step over a tile: (weights, factor of the former sums, new maximum)."""
+    new = tl.maximum(maximum, tl.max(s, 1))
+    if HAS_BIAS:
+        # subtract before multiplying (the lowest finite number times log2(e) overflows), and put 0 in
+        # place of a -inf maximum inside the exponent only
+        used = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2((s - used[:, None]) * MULT)
+        alpha = tl.exp2((maximum - used) * MULT)
+    else:
+        # explicit: newer Triton no longer contracts a multiply and an add by itself
+        p = tl.exp2(tl.fma(s, MULT, (new * -MULT)[:, None]))
+        alpha = tl.exp2((maximum - new) * MULT)
+    return p, alpha, new
+
+
+@triton.jit
+def finish_softmax(maximum, total, MULT: tl.constexpr):
+    """(1 / sum or 0 on rows without keys, natural log-sum-exp or -inf)."""
+    empty = total == 0.0
+    inverse = 1.0 / tl.where(empty, 1.0, total)
+    log_sum = (maximum * MULT + tl.log2(total)) * LN2
+    return inverse, tl.where(empty, float("-inf"), log_sum)

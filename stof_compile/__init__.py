@@ -1,0 +1,58 @@
+"""STOF: a ``torch.compile`` backend for sparse attention and operator fusion.
+
+The public names load on first use: ``import stof_compile`` is cheap and needs neither a GPU nor
+Triton.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stof_compile import masks
+    from stof_compile.attention.functional import attention_kernel, sparse_attention
+    from stof_compile.errors import (
+        StofError,
+        StofMaskError,
+        StofOptionError,
+        StofPlanError,
+        StofUnsupportedError,
+    )
+    from stof_compile.explanation import Explanation, explain
+    from stof_compile.options import StofOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "StofError",
+    "StofMaskError",
+    "StofOptionError",
+    "StofOptions",
+    "StofPlanError",
+    "StofUnsupportedError",
+    "__version__",
+    "attention_kernel",
+    "explain",
+    "masks",
+    "sparse_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "masks":
+        return importlib.import_module("stof_compile.masks")
+    if name.startswith("Stof") and name.endswith("Error"):
+        home = "stof_compile.errors"
+    elif name == "StofOptions":
+        home = "stof_compile.options"
+    elif name in ("explain", "Explanation"):
+        home = "stof_compile.explanation"
+    elif name in ("sparse_attention", "attention_kernel"):
+        home = "stof_compile.attention.functional"
+    else:
+        raise AttributeError(f"module 'stof_compile' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

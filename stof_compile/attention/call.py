@@ -1,0 +1,118 @@
+"""Calls of attention kernels: one plain function per kernel, used for timing (tensors) and rewriting (fx proxies)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stof_compile.attention.problem import AttentionProblem
+from stof_compile.errors import StofUnsupportedError
+from stof_compile.masks.block_mask import BlockMask
+
+MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
+
+DENSE_MASK_LIMIT = 2**31  # bytes; a larger bool mask is refused rather than built
+
+Attend = Callable[[Any, Any, Any, Any, Any, dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A kernel bound to a problem.
+
+    Args:
+        buffers: tensors the call reads beside its inputs, by a name that is equal for equal contents.
+        run: ``run(q, k, v, key_keep, bias, buffers) -> out [B, Hq, Q, Dv]``; accepts tensors or ``torch.fx.Proxy``.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    run: Attend
+
+
+def bind_kernel(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
+    """Bind a kernel and its config to a problem.
+
+    Raises:
+        StofUnsupportedError: unknown kernel name for this device.
+    """
+    if kernel == "sdpa":
+        return _bind_sdpa(problem)
+    if kernel in ("block", "row"):
+        return _bind_sparse(problem, kernel, config)
+    if kernel in ("flex", "gather"):
+        return _bind_cpu(problem, kernel, config)
+    raise StofUnsupportedError(f"no attention kernel is called {kernel!r}")
+
+
+def _mask_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
+    stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+    return {f"{stem}_{name}": getattr(block_mask, name) for name in MASK_FIELDS}
+
+
+def _band(block_mask: BlockMask) -> list[int]:
+    rule = block_mask.band
+    return [] if rule is None else [rule.lo, rule.hi, rule.global_q, rule.global_k, rule.cap]
+
+
+def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
+    op = torch.ops.stof.attention_block.default if kernel == "block" else torch.ops.stof.attention_row.default
+    block_mask = problem.block_mask((config[0], config[1]))
+    buffers = _mask_buffers(block_mask)
+    names, band = tuple(buffers), _band(block_mask)
+
+    def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
+        mask = [held[name] for name in names]
+        return op(
+            q, k, v, *mask, key_keep, bias, problem.scale, problem.softcap, problem.q_offset, band, list(config), False
+        )[0]
+
+    return KernelCall(buffers, run)
+
+
+def _bind_cpu(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
+    op = torch.ops.stof.attention_cpu.default
+    block_mask = problem.block_mask((config[0], config[1]))
+    buffers = _mask_buffers(block_mask)
+    names, band = tuple(buffers), _band(block_mask)
+
+    def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
+        mask = [held[name] for name in names]
+        return op(
+            q, k, v, *mask, key_keep, bias, problem.scale, problem.softcap, problem.q_offset, band, list(config), False, kernel
+        )[0]
+
+    return KernelCall(buffers, run)
+
+
+def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
+    if problem.softcap > 0:
+        raise StofUnsupportedError("SDPA has no softcap")
+    gqa = problem.k.shape[1] != problem.heads
+    causal = problem.causal_only and not problem.padding and problem.bias is None
+    buffers: dict[str, torch.Tensor] = {}
+    name = ""
+    if problem.spec is not None and not causal:
+        block_mask = problem.block_mask((64, 64))
+        size = problem.q_len * problem.k_len * block_mask.planes
+        if size > DENSE_MASK_LIMIT:
+            raise StofUnsupportedError(f"the dense mask SDPA needs would take {size / 2**30:.1f} GiB")
+        name = f"mask_{block_mask.key[:12]}_dense"
+        buffers[name] = block_mask.to_dense()
+
+    def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
+        mask = held[name] if name else None
+        if key_keep is not None:
+            padding = key_keep.unsqueeze(1).unsqueeze(1)
+            mask = padding if mask is None else mask & padding
+        if bias is not None:
+            mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
+            mask = mask.to(problem.q.dtype)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, scale=problem.scale, enable_gqa=gqa
+        )
+
+    return KernelCall(buffers, run)

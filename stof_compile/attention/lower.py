@@ -1,0 +1,291 @@
+"""Lowering of attention: every site of a graph gets its mask, its kernel and its place in the rewritten graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, Proxy
+
+from stof_compile import masks
+from stof_compile.attention.call import bind_kernel
+from stof_compile.attention.dynamic import lower_dynamic_site
+from stof_compile.attention.match import AttentionSite, NearMiss
+from stof_compile.attention.problem import AttentionProblem, TensorMeta
+from stof_compile.attention.resolve import ResolvedMasks
+from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_softmax, replace_site
+from stof_compile.attention.select import Budget, choose
+from stof_compile.capture import CaptureFacts, add_buffer
+from stof_compile.errors import StofMaskError, StofUnsupportedError
+from stof_compile.masks.convert import recognise
+from stof_compile.masks.spec import MaskSpec
+from stof_compile.masks.split import MaskParts, split_mask
+from stof_compile.options import StofOptions
+from stof_compile.plan import AttentionPlan, Plan
+from stof_compile.store import Store
+
+logger = logging.getLogger("stof_compile")
+
+
+@dataclass
+class SiteReport:
+    """What became of one attention site.
+
+    Args:
+        status: ``rewritten`` (a STOF call took its place) | ``kept`` (left as it was) | ``masked`` (left, with the
+            option's mask and-ed into it).
+        reason: why, in one sentence.
+        option_mask: the option's mask for this site, as text; empty for none.
+    """
+
+    name: str
+    form: str
+    status: str = "kept"
+    reason: str = ""
+    option_mask: str = ""
+    static_mask: str = ""
+    problem: str = ""
+    problem_key: str = ""
+    padding: bool = False
+    bias: bool = False
+    cross: bool = False
+    source: str = ""
+    mask_statistics: dict[str, Any] = field(default_factory=dict)
+    plan: AttentionPlan | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        body = dict(vars(self))
+        body["plan"] = None if self.plan is None else self.plan.to_dict()
+        return body
+
+
+@dataclass(frozen=True)
+class LoweringContext:
+    """What every site of one graph shares."""
+
+    facts: CaptureFacts
+    options: StofOptions
+    store: Store | None
+    budget: Budget
+    plan: Plan | None
+    choices: dict[str, AttentionPlan]  # problem key -> choice of this compile
+
+
+def lower_attention(
+    gm: GraphModule, sites: list[AttentionSite], near_misses: list[NearMiss], resolved: ResolvedMasks, ctx: LoweringContext
+) -> list[SiteReport]:
+    """Rewrite the attention of a graph in place.
+
+    Returns:
+        One report per site and per near miss that got a mask.
+    Raises:
+        StofMaskError: the option's mask cannot be put into a site.
+        StofUnsupportedError: ``strict`` and a site had to be left alone.
+    """
+    reports = []
+    for site in sites:
+        report = SiteReport(site.name, site.form, cross=site.cross, source=site.source)
+        option = resolved.by_site.get(site.name)
+        report.option_mask = "" if option is None else repr(option)
+        _lower_site(gm, site, option, ctx, report)
+        logger.info("%s: %s (%s)", site.name, report.status, report.reason)
+        reports.append(report)
+    return reports
+
+
+def _lower_site(
+    gm: GraphModule, site: AttentionSite, option: MaskSpec | None, ctx: LoweringContext, report: SiteReport
+) -> None:
+    parts = split_mask(gm, ctx.facts, site)
+    report.padding, report.bias = parts.padding is not None, parts.bias is not None
+    if ctx.options.attention == "off":
+        _keep(gm, site, option, parts, ctx, report, "attention='off'")
+        return
+    if has_dynamic_lengths(site):
+        if not lower_dynamic_site(gm, site, option, parts, ctx.options, report):
+            _keep(gm, site, option, parts, ctx, report, report.reason)
+        return
+    if parts.dynamic is not None:
+        _keep(gm, site, option, parts, ctx, report, "; ".join(parts.reasons) or "its mask is known only at run time")
+        return
+    if site.form == "flex":
+        _keep(gm, site, option, parts, ctx, report, "FlexAttention written by the user is kept")
+        return
+    spec, q_offset = static_spec(site, option, parts)
+    problem = attention_problem(site, parts, spec, q_offset, ctx.facts)
+    report.static_mask = "" if spec is None else repr(spec)
+    report.problem, report.problem_key = problem.describe(), problem.key
+    report.mask_statistics = {} if spec is None else dict(problem.statistics)
+    choice = ctx.choices.get(problem.key)
+    if choice is None:
+        choice = choose(problem, ctx.options, ctx.store, ctx.budget, ctx.plan)
+        ctx.choices[problem.key] = choice
+    report.plan = choice
+    simpler = site.form != "sdpa" or option is not None or (site.mask is not None and (spec is None or problem.causal_only))
+    if choice.kernel == "sdpa" and not simpler:
+        report.reason = f"SDPA was chosen and is already there ({choice.reason})"
+        return
+    try:
+        call = bind_kernel(problem, choice.kernel, choice.config)
+    except StofUnsupportedError as refusal:
+        _keep(gm, site, option, parts, ctx, report, str(refusal))
+        return
+    replace_site(gm, site, call, parts.padding, parts.bias)
+    report.status, report.reason = "rewritten", f"{choice.kernel} {list(choice.config)}: {choice.reason}"
+
+
+def has_dynamic_lengths(site: AttentionSite) -> bool:
+    """Tell whether a length or the head dim of a site is a symbol."""
+    q, k = (n.meta["example_value"] for n in (site.q, site.k))
+    return any(isinstance(n, torch.SymInt) for t in (q, k) for n in t.shape[1:])
+
+
+def attention_problem(
+    site: AttentionSite, parts: MaskParts, spec: MaskSpec | None, q_offset: int, facts: CaptureFacts
+) -> AttentionProblem:
+    """Describe a site with static lengths as a problem; a symbolic batch is taken at its hint."""
+    q, k, v = (n.meta["example_value"] for n in (site.q, site.k, site.v))
+    if site.k_transposed:
+        k = k.transpose(-2, -1)
+    bias = None if parts.bias is None else TensorMeta.of(parts.bias.meta["example_value"])
+    training = facts.grad_enabled and any(t.requires_grad for t in (q, k, v))
+    return AttentionProblem(
+        q=TensorMeta.of(q),
+        k=TensorMeta.of(k),
+        v=TensorMeta.of(v),
+        spec=spec,
+        q_offset=q_offset,
+        device=q.device,
+        scale=float(q.shape[-1]) ** -0.5 if site.scale is None else float(site.scale),
+        softcap=float(site.softcap),
+        padding=parts.padding is not None,
+        bias=bias,
+        training=training,
+        allow_tf32=torch.backends.cuda.matmul.allow_tf32,
+    )
+
+
+def static_spec(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) -> tuple[MaskSpec | None, int]:
+    """And the model's static mask, its causal flag and the option's mask.
+
+    Returns:
+        The mask (None when every key is kept) and the position of the first query row.
+    Raises:
+        StofMaskError: the option needs the position of the queries and it cannot be told.
+    """
+    q_len, k_len = lengths(site)
+    own = None if parts.static is None else recognise(parts.static)
+    if site.is_causal:
+        own = masks.causal() if own is None else own & masks.causal()
+    if own is not None and own.key == masks.dense().key:
+        own = None
+    if option is None:
+        return own, 0
+    option = option.bind(q_len, k_len)
+    offset = option_offset(site, parts, q_len, k_len)
+    if offset == 0:
+        return (option if own is None else own & option), 0
+    if own is None:
+        return option, offset
+    # the model's mask counts rows from 0, the option's from the offset: join them as tensors, the lengths are fixed
+    device = site.q.meta["example_value"].device
+    planes = masks.build_block_mask(option, q_len, k_len, 64, q_offset=offset, device=device).to_dense()
+    mine = masks.build_block_mask(own.bind(q_len, k_len), q_len, k_len, 64, device=device).to_dense()
+    return recognise(planes & mine), 0
+
+
+def lengths(site: AttentionSite) -> tuple[int, int]:
+    """Return query and key length of a site with static lengths."""
+    k = site.k.meta["example_value"]
+    return int(site.q.meta["example_value"].shape[-2]), int(k.shape[-1] if site.k_transposed else k.shape[-2])
+
+
+def option_offset(site: AttentionSite, parts: MaskParts, q_len: int, k_len: int) -> int:
+    """Return the position of the first query for the option's mask (cross-attention counts both from 0).
+
+    Raises:
+        StofMaskError: the position is known only at run time or cannot be told.
+    """
+    if site.cross:
+        return 0
+    if isinstance(parts.q_offset, int):
+        return parts.q_offset
+    raise StofMaskError(
+        f"{site.name}: the mask of the options needs the position of the first query and it cannot be told "
+        f"({q_len} queries, {k_len} keys, {parts.q_offset!r}); give the mask inside the model, or name other layers by path"
+    )
+
+
+# -- sites that stay ------------------------------------------------------------------------------
+
+
+def _keep(
+    gm: GraphModule,
+    site: AttentionSite,
+    option: MaskSpec | None,
+    parts: MaskParts,
+    ctx: LoweringContext,
+    report: SiteReport,
+    reason: str,
+) -> None:
+    """Leave a site to PyTorch; the option's mask is and-ed into it, or it is an error."""
+    report.reason = reason
+    if ctx.options.strict and ctx.options.attention != "off":
+        raise StofUnsupportedError(f"{site.name} is left to PyTorch: {reason} (strict=True)")
+    if option is None:
+        return
+    if site.form == "sdpa":
+        and_mask_into_sdpa(gm, site.output, option_keep(gm, site, option, parts))
+    elif site.form == "softmax" and site.softmax is not None:
+        and_mask_into_softmax(gm, site.softmax, option_keep(gm, site, option, parts))
+    else:
+        raise StofMaskError(f"{site.name}: the mask of the options cannot be put into an attention of form {site.form!r} ({reason})")
+    report.status = "masked"
+
+
+def option_keep(
+    gm: GraphModule, site: AttentionSite, option: MaskSpec, parts: MaskParts
+) -> Callable[[Callable[[Node], Proxy]], Any]:
+    """Build the option's mask (and SDPA's causal flag) as ``[B|1, H|1, Q, K]`` in front of a site."""
+    q_node, k_node = site.q, site.k
+
+    def keep(proxy: Callable[[Node], Proxy]) -> Any:
+        graph = gm.graph
+        device = q_node.meta["example_value"].device
+        k_len = proxy(k_node).size(-1 if site.k_transposed else -2).node
+        q_len = proxy(q_node).size(-2).node
+        batch, heads = proxy(q_node).size(0).node, proxy(q_node).size(1).node
+        rows = graph.call_function(torch.arange, (q_len,), {"device": device})
+
+        def dense(spec: MaskSpec, positions: Node) -> Any:
+            tensors = [add_buffer(gm, f"mask_{spec.key[:12]}_t{i}", t.to(device)) for i, t in enumerate(spec.tensors())]
+            call = graph.call_function(
+                torch.ops.stof.dense_mask.default, (tensors, spec.to_json(), positions, k_len, batch, heads)
+            )
+            return proxy(call)
+
+        wanted = dense(option, (proxy(rows) + _offset_value(site, parts, proxy, q_len, k_len)).node)
+        if site.is_causal:
+            wanted = wanted & dense(masks.causal(), rows)
+        return wanted
+
+    return keep
+
+
+def _offset_value(
+    site: AttentionSite, parts: MaskParts, proxy: Callable[[Node], Proxy], q_len: Node, k_len: Node
+) -> Any:
+    if site.cross:
+        return 0
+    if isinstance(parts.q_offset, Node):  # the position in a preallocated cache
+        return proxy(parts.q_offset)
+    if parts.q_offset == "unknown":
+        raise StofMaskError(
+            f"{site.name}: the mask of the options needs the position of the first query and it cannot be told; "
+            "give the mask inside the model, or name other layers by path"
+        )
+    return proxy(k_len) - proxy(q_len)

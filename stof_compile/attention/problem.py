@@ -1,0 +1,152 @@
+"""Attention problem: the sizes, layout and mask that decide which kernel is fastest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from stof_compile.masks.block_mask import BlockMask, cached_block_mask
+from stof_compile.masks.spec import MaskSpec
+
+STATISTICS_BLOCK = {"cuda": 64, "cpu": 32}  # tile edge the mask statistics of a problem are taken on
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, strides (elements), dtype of a tensor; no data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorMeta:
+        """Read the meta of a real or fake tensor with concrete sizes."""
+        return TensorMeta(
+            tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride()), tensor.dtype
+        )
+
+    def random(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+        """Return normal values (bool: True) in this layout; broadcast dims (stride 0) share storage."""
+        if self.dtype == torch.bool:
+            return torch.ones(self.shape, dtype=torch.bool, device=device)
+        extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True) if n > 0)
+        storage = torch.randn(extent, dtype=torch.float32, device=device, generator=generator)
+        return torch.as_strided(storage.to(self.dtype), self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One attention to be run, without its data.
+
+    Args:
+        q, k, v: meta of ``[B, Hq, Q, D]``, ``[B, Hk, K, D]``, ``[B, Hk, K, Dv]``.
+        spec: static mask, None when every key is kept.
+        q_offset: position of the first query row for the mask.
+        device: where it runs.
+        scale: factor on the scores. softcap: 0 for none.
+        padding: a ``key_keep [B, K]`` is given at run time.
+        bias: meta of the additive bias, None for none.
+        training: gradients are wanted, so forward and backward are timed together.
+        allow_tf32: fp32 products may use TF32.
+    """
+
+    q: TensorMeta
+    k: TensorMeta
+    v: TensorMeta
+    spec: MaskSpec | None
+    q_offset: int
+    device: torch.device
+    scale: float
+    softcap: float = 0.0
+    padding: bool = False
+    bias: TensorMeta | None = None
+    training: bool = False
+    allow_tf32: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Batch size."""
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[1]
+
+    @property
+    def q_len(self) -> int:
+        """Query length in tokens."""
+        return self.q.shape[2]
+
+    @property
+    def k_len(self) -> int:
+        """Key length in tokens."""
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a query head."""
+        return self.q.shape[3]
+
+    @property
+    def causal_only(self) -> bool:
+        """True when the mask is exactly SDPA's ``is_causal`` (upper left) and nothing else restricts the keys."""
+        from stof_compile import masks
+
+        return self.spec is not None and self.q_offset == 0 and self.spec.key == masks.causal().key
+
+    def block_mask(self, block: tuple[int, int]) -> BlockMask:
+        """Return the static mask on a tile grid (a dense one when there is no mask), shared by equal sites."""
+        from stof_compile import masks
+
+        return cached_block_mask(
+            self.spec if self.spec is not None else masks.dense(),
+            self.q_len,
+            self.k_len,
+            block,
+            q_offset=self.q_offset,
+            batch=self.batch,
+            heads=self.heads,
+            device=self.device,
+        )
+
+    @cached_property
+    def statistics(self) -> dict[str, Any]:
+        """Statistics of the mask on the device's standard tile; what selection keys on."""
+        edge = STATISTICS_BLOCK.get(self.device.type, 64)
+        return self.block_mask((edge, edge)).statistics()
+
+    @cached_property
+    def key(self) -> str:
+        """Stable hash of everything that may change which kernel wins, and of nothing else."""
+        body = {
+            "q": [self.q.shape, self.q.stride],
+            "k": [self.k.shape, self.k.stride],
+            "v": [self.v.shape, self.v.stride],
+            "dtype": str(self.q.dtype),
+            "device": self.device.type,
+            "softcap": self.softcap > 0,
+            "padding": self.padding,
+            "bias": None if self.bias is None else [self.bias.shape, self.bias.stride, str(self.bias.dtype)],
+            "training": self.training,
+            "tf32": self.allow_tf32,
+            "causal_only": self.causal_only,
+            "unmasked": self.spec is None,
+            "mask": self.statistics,
+        }
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:24]
+
+    def describe(self) -> str:
+        """Return one line for people: shape, dtype, density."""
+        density = 1.0 if self.spec is None else self.statistics["density"]
+        group = f" (kv heads {self.k.shape[1]})" if self.k.shape[1] != self.heads else ""
+        return (
+            f"B={self.batch} H={self.heads}{group} Q={self.q_len} K={self.k_len} D={self.head_dim} "
+            f"{str(self.q.dtype).removeprefix('torch.')} density={density:.4f}"
+        )

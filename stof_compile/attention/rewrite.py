@@ -1,0 +1,144 @@
+"""Replacing matched attention by kernel calls, and and-ing a mask into attention that is kept.
+
+Both write through ``torch.fx.Proxy``, so the function that is timed is the function that enters the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from stof_compile.attention.call import KernelCall
+from stof_compile.attention.match import AttentionSite
+from stof_compile.capture import add_buffer
+from stof_compile.errors import StofMaskError
+
+SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def replace_site(
+    gm: GraphModule, site: AttentionSite, call: KernelCall, key_keep: Node | None, bias: Node | None
+) -> None:
+    """Replace a site's output by a kernel call; its interior nodes die when nothing else uses them."""
+
+    def build(proxy: Callable[[Node], Proxy]) -> Proxy:
+        q, k, v = proxy(site.q), proxy(site.k), proxy(site.v)
+        if site.k_transposed:
+            k = k.transpose(-2, -1)
+        held = {name: proxy(add_buffer(gm, name, tensor)) for name, tensor in call.buffers.items()}
+        out: Proxy = call.run(
+            q, k, v, proxy(key_keep) if key_keep is not None else None, proxy(bias) if bias is not None else None, held
+        )
+        return out
+
+    replace_output(gm, site.output, build)
+
+
+def and_mask_into_sdpa(gm: GraphModule, node: Node, keep: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
+    """And a mask into one SDPA call that stays.
+
+    Args:
+        gm, node: the graph and its ``scaled_dot_product_attention`` call.
+        keep: builds the bool mask ``[B|1, H|1, Q, K]`` (True = attend) in front of the call; it must contain the
+            causal rule when the call has ``is_causal`` (SDPA takes a mask or the flag, not both).
+    """
+    arguments = dict(zip(SDPA_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    mask = arguments.get("attn_mask")
+
+    def build(proxy: Callable[[Node], Proxy]) -> Proxy:
+        wanted = keep(proxy)
+        if isinstance(mask, Node):
+            given = proxy(mask)
+            example = mask.meta.get("example_value")
+            boolean = example is not None and example.dtype == torch.bool
+            wanted = (given & wanted) if boolean else torch.where(wanted, given, float("-inf"))
+        rest = {n: _as_proxy(a, proxy) for n, a in arguments.items() if n not in ("query", "key", "value", "attn_mask", "is_causal")}
+        out: Proxy = F.scaled_dot_product_attention(
+            *(proxy(arguments[n]) for n in ("query", "key", "value")), attn_mask=wanted, is_causal=False, **rest
+        )
+        return out
+
+    replace_output(gm, node, build)
+
+
+def and_mask_into_softmax(gm: GraphModule, node: Node, keep: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
+    """And a mask into the scores of one softmax that stays.
+
+    Rows that lose every key become zero rows, as everywhere in STOF.
+
+    Raises:
+        StofMaskError: the scores are not ``[B, H, Q, K]``.
+    """
+    scores = node.args[0]
+    example = scores.meta.get("example_value") if isinstance(scores, Node) else None
+    if not isinstance(scores, Node) or example is None or example.dim() != 4:
+        raise StofMaskError(
+            f"the mask cannot be put into {node.name!r}: its scores are not a [B, H, Q, K] tensor; "
+            "name the layers that should have a mask by path"
+        )
+
+    def build(proxy: Callable[[Node], Proxy]) -> Proxy:
+        wanted = keep(proxy)
+        masked = proxy(scores).masked_fill(~wanted, float("-inf"))
+        args = (masked, *(_as_proxy(a, proxy) for a in node.args[1:]))
+        kwargs = {n: _as_proxy(a, proxy) for n, a in node.kwargs.items()}
+        if node.op == "call_method":
+            out = getattr(masked, str(node.target))(*args[1:], **kwargs)
+        else:
+            out = node.target(*args, **kwargs)  # type: ignore[operator]
+        result: Proxy = out.masked_fill(~wanted, 0.0)  # also removes the NaN of rows without a key
+        return result
+
+    replace_output(gm, node, build)
+
+
+def _as_proxy(value: Any, proxy: Callable[[Node], Proxy]) -> Any:
+    return proxy(value) if isinstance(value, Node) else value
+
+
+def replace_output(gm: GraphModule, old: Node, build: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
+    """Replace a node by what ``build`` writes in front of it; ``build`` gets a function from nodes to proxies."""
+    tracer = GraphAppendingTracer(gm.graph)
+    before = set(gm.graph.nodes)
+    with gm.graph.inserting_before(old):
+        new = build(lambda node: Proxy(node, tracer)).node
+    for node in gm.graph.nodes:
+        if node not in before:
+            node.meta.setdefault("nn_module_stack", old.meta.get("nn_module_stack", {}))
+            node.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
+    new.meta["example_value"] = old.meta.get("example_value")
+    old.replace_all_uses_with(new)
+    erase_unused(gm, old)
+
+
+def erase_unused(gm: GraphModule, start: Node) -> int:
+    """Erase ``start`` and what only it used; nodes that may have an effect stay.
+
+    Returns:
+        The number of nodes erased.
+    """
+    stack, erased = [start], 0
+    while stack:
+        node = stack.pop()
+        if node._erased or node.users or node.op not in ("call_function", "call_method", "get_attr") or _has_effect(node):
+            continue
+        inputs = list(node.all_input_nodes)
+        gm.graph.erase_node(node)
+        erased += 1
+        stack.extend(inputs)
+    return erased
+
+
+def _has_effect(node: Node) -> bool:
+    """In-place methods and functions end with one underscore; torch marks other impure nodes itself."""
+    if node.op == "call_method":
+        name = str(node.target)
+    else:
+        name = getattr(node.target, "__name__", "")
+    inplace = name.endswith("_") and not name.endswith("__")
+    return inplace or "out" in node.kwargs or (node.op == "call_function" and node.is_impure())

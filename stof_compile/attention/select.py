@@ -1,0 +1,279 @@
+"""Selection: which kernel runs an attention problem, and why.
+
+``auto`` measures the plausible kernels once per (mask statistics, shape, dtype, device) on random tensors of the
+problem's layout and keeps the result in the store; SDPA is always among them, so a sparse kernel is only taken where
+it wins. ``paper`` follows Equation 1 of the STOF paper. A budget of 0 asks the committed decision table.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stof_compile.attention.agree import agree
+from stof_compile.attention.call import KernelCall, bind_kernel
+from stof_compile.attention.decision_table import decide, plausible_configs
+from stof_compile.attention.problem import AttentionProblem
+from stof_compile.errors import StofOptionError, StofUnsupportedError
+from stof_compile.masks.block_mask import build_block_mask
+from stof_compile.masks.spec import MaskSpec
+from stof_compile.measure import check_close, time_callable
+from stof_compile.options import StofOptions
+from stof_compile.plan import AttentionPlan, Candidate, Plan
+from stof_compile.store import Store
+
+logger = logging.getLogger("stof_compile")
+
+TAU = 1.2  # Equation 1 of the paper
+KERNELS = {"cuda": ("block", "row", "sdpa"), "cpu": ("flex", "gather", "sdpa")}
+PAPER_KERNELS = {"cuda": {"row": "row", "block": "block"}, "cpu": {"row": "gather", "block": "flex"}}
+GATE_ROWS = 256  # query rows a candidate is checked on against fp64, in the first and the last plane
+
+
+@dataclass
+class Budget:
+    """Seconds left for measurements in one compile; the clock (seconds) is injectable."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._end = self.clock() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - self.clock())
+
+
+def paper_choice(spec: MaskSpec, q_len: int, k_len: int, q_offset: int = 0) -> tuple[str, float]:
+    """Choose ``row`` or ``block`` by Equation 1 of the STOF paper.
+
+    ``threshold = tiles / (n_q n_k) - tau / log2(sqrt(n_q n_k))^2`` with the non-empty 16x16 tiles of the mask and
+    ``n = ceil(len / 16)``; row-wise below zero. One tile per side is row-wise (the logarithm is zero).
+
+    Returns:
+        The kernel and the threshold (``-inf`` for one tile per side).
+    Source: STOF paper, Equation 1, tau 1.2.
+    """
+    n_q, n_k = math.ceil(q_len / 16), math.ceil(k_len / 16)
+    if n_q * n_k <= 1:
+        return "row", -math.inf
+    block_mask = build_block_mask(spec, q_len, k_len, 16, q_offset=q_offset)
+    tiles = block_mask.col_idx.numel() / block_mask.planes
+    threshold = tiles / (n_q * n_k) - TAU / math.log2(math.sqrt(n_q * n_k)) ** 2
+    return ("row" if threshold < 0 else "block"), threshold
+
+
+def choose(
+    problem: AttentionProblem,
+    options: StofOptions,
+    store: Store | None,
+    budget: Budget,
+    plan: Plan | None = None,
+) -> AttentionPlan:
+    """Choose the kernel of one problem.
+
+    Args:
+        problem: what has to run.
+        options: ``attention`` and ``tune_budget_s`` decide how it is chosen.
+        store: measured choices kept on disk, None to keep nothing.
+        budget: seconds left for measurements, shared by all problems of a compile.
+        plan: choices given by the user; they win over everything.
+    Raises:
+        StofOptionError: a kernel was forced that this device does not have.
+        StofUnsupportedError: a kernel was forced that cannot run this problem.
+    """
+    if plan is not None and problem.key in plan.attention:
+        return replace(plan.attention[problem.key], source="plan", candidates=())
+    device = problem.device.type
+    kernels = KERNELS.get(device)
+    if kernels is None:
+        return AttentionPlan("sdpa", (), "only", f"no STOF kernel for device {device!r}")
+    if options.attention == "paper":
+        return _choose_by_paper(problem, device)
+    if options.attention != "auto":
+        return _choose_forced(problem, options.attention, kernels)
+    if options.tune_budget_s <= 0:
+        kernel, config, reason = decide(problem)
+        return AttentionPlan(kernel, config, "table", reason)
+    if store is not None:
+        held = store.get("attention", problem.key)
+        if held is not None:
+            return replace(AttentionPlan.from_dict(held), source="store")
+
+    def measure_once() -> AttentionPlan:
+        if store is None:
+            return _choose_by_measuring(problem, options, None, budget)
+        with store.lock(problem.key):
+            held = store.get("attention", problem.key)  # another process may have measured it meanwhile
+            if held is not None:
+                return replace(AttentionPlan.from_dict(held), source="store")
+            return _choose_by_measuring(problem, options, store, budget)
+
+    return agree(
+        f"attention/{problem.key}",
+        measure_once,
+        otherwise=lambda: AttentionPlan(*decide(problem)[:2], "table", "another rank did not answer in time"),
+        patience_s=options.tune_budget_s + 60.0,
+    )
+
+
+def _choose_by_paper(problem: AttentionProblem, device: str) -> AttentionPlan:
+    if problem.spec is None:
+        return AttentionPlan("sdpa", (), "paper", "no mask: Equation 1 does not apply")
+    name, threshold = paper_choice(problem.spec, problem.q_len, problem.k_len, problem.q_offset)
+    kernel = PAPER_KERNELS[device][name]
+    config = _first_config(problem, kernel)
+    return AttentionPlan(kernel, config, "paper", f"Equation 1: threshold {threshold:+.4f} means {name}-wise")
+
+
+def _choose_forced(problem: AttentionProblem, kernel: str, kernels: Sequence[str]) -> AttentionPlan:
+    if kernel not in kernels:
+        raise StofOptionError(
+            f"attention={kernel!r} has no kernel for device {problem.device.type!r}; valid there: auto, paper, off, {', '.join(kernels)}"
+        )
+    return AttentionPlan(kernel, _first_config(problem, kernel), "forced", f"attention={kernel!r} was asked for")
+
+
+def _first_config(problem: AttentionProblem, kernel: str) -> tuple[int, ...]:
+    if kernel == "sdpa":
+        return ()
+    configs = plausible_configs(problem, kernel)
+    if not configs:
+        raise StofUnsupportedError(f"kernel {kernel!r} cannot run {problem.describe()}")
+    return configs[0]
+
+
+def _choose_by_measuring(
+    problem: AttentionProblem, options: StofOptions, store: Store | None, budget: Budget
+) -> AttentionPlan:
+    """Measure the plausible candidates; fall back to the decision table when the budget is spent."""
+    table_kernel, table_config, table_reason = decide(problem)
+    candidates = [("sdpa", ())] if problem.softcap <= 0 else []
+    for kernel in KERNELS[problem.device.type]:
+        if kernel != "sdpa":
+            candidates += [(kernel, config) for config in plausible_configs(problem, kernel)]
+    # the table's choice first: what is measured before the budget ends must contain the likely winner
+    candidates.sort(key=lambda c: (c != (table_kernel, table_config), c[0] != "sdpa"))
+    generator = torch.Generator(device=problem.device).manual_seed(options.seed)
+    results: list[Candidate] = []
+    complete = True
+    for kernel, config in candidates:
+        if budget.left <= 0:
+            complete = False
+            results.append(Candidate(kernel, config, "predicted", reason="the time budget was spent"))
+            continue
+        results.append(_measure(problem, kernel, config, generator))
+    measured = [c for c in results if c.status == "measured" and c.median_us is not None]
+    if not measured:
+        return AttentionPlan(table_kernel, table_config, "table", f"nothing could be measured; {table_reason}", tuple(results))
+    best = min(measured, key=lambda c: c.median_us or math.inf)
+    runner_up = min((c for c in measured if c.kernel != best.kernel), key=lambda c: c.median_us or math.inf, default=None)
+    versus = f", next kernel {runner_up.kernel} {runner_up.median_us:.1f} us" if runner_up is not None else ""
+    plan = AttentionPlan(
+        best.kernel, best.config, "measured", f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}", tuple(results)
+    )
+    if store is not None and complete:
+        store.put("attention", problem.key, plan.to_dict())
+    return plan
+
+
+def _measure(problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator) -> Candidate:
+    """Time one candidate on random tensors after it passed the correctness gate; a failure is a recorded trial."""
+    try:
+        call = bind_kernel(problem, kernel, config)
+        sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
+        error = _gate(problem, call, sets[0])
+        if error is None:
+            return Candidate(kernel, config, "failed", reason="output differs from the fp64 reference")
+        timing = time_callable(_timed(problem, call), sets, problem.device)
+    except StofUnsupportedError as refusal:
+        return Candidate(kernel, config, "refused", reason=str(refusal))
+    except Exception as failure:  # a failed candidate is a recorded trial (architecture.md)
+        logger.info("attention candidate %s %s failed: %r", kernel, config, failure)
+        return Candidate(kernel, config, "failed", reason=f"{type(failure).__name__}: {failure}"[:300])
+    return Candidate(kernel, config, "measured", timing.median_us, timing.p20_us, timing.p80_us, error)
+
+
+def _input_sets(problem: AttentionProblem) -> int:
+    """Enough copies that a GPU's L2 (about 60 MB) cannot hold them all, four at most."""
+    if problem.device.type != "cuda":
+        return 1
+    one = 3 * problem.batch * problem.heads * problem.q_len * problem.head_dim * problem.q.dtype.itemsize
+    return max(1, min(4, math.ceil(120e6 / max(one, 1))))
+
+
+def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tuple[Any, ...]:
+    device = problem.device
+    q, k, v = (meta.random(device, generator) for meta in (problem.q, problem.k, problem.v))
+    keep = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device) if problem.padding else None
+    bias = problem.bias.random(device, generator) if problem.bias is not None else None
+    return q, k, v, keep, bias
+
+
+def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
+    if not problem.training:
+        def forward(*inputs: Any) -> Any:
+            with torch.no_grad():
+                return call.run(*inputs, call.buffers)
+
+        return forward
+
+    def forward_backward(q: Any, k: Any, v: Any, key_keep: Any, bias: Any) -> Any:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = call.run(*leaves, key_keep, bias, call.buffers)
+            return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return forward_backward
+
+
+def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) -> float | None:
+    """Return the largest relative error on sampled rows of a few planes, None when it is out of tolerance.
+
+    Rows are sampled so that the check costs O(rows x K) at any length.
+    """
+    from stof_compile.kernels.reference import attention_reference
+
+    q, k, v, key_keep, bias = inputs
+    with torch.no_grad():
+        out = call.run(q, k, v, key_keep, bias, call.buffers)
+    device, group = problem.device, problem.heads // problem.k.shape[1]
+    stride = max(1, problem.q_len // GATE_ROWS)
+    rows = torch.arange(0, problem.q_len, stride, device=device)
+    rows = torch.cat([rows, rows.new_tensor([problem.q_len - 1])])
+    keys = torch.arange(problem.k_len, device=device)
+    worst = 0.0
+    for b, h in sorted({(0, 0), (problem.batch - 1, problem.heads - 1)}):
+        keep = None
+        if problem.spec is not None:
+            spec = problem.spec.bind(problem.q_len, problem.k_len)
+            plane = (torch.tensor(b, device=device), torch.tensor(h, device=device))
+            keep = spec.keep(*plane, (rows + problem.q_offset)[:, None], keys[None, :])
+            keep = keep.expand(rows.numel(), problem.k_len)[None, None]
+        row_bias = None
+        if bias is not None:
+            whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
+            row_bias = whole[b : b + 1, h : h + 1, rows].double()
+        reference = attention_reference(
+            q[b : b + 1, h : h + 1, rows].double(),
+            k[b : b + 1, h // group : h // group + 1].double(),
+            v[b : b + 1, h // group : h // group + 1].double(),
+            keep=keep,
+            key_keep=None if key_keep is None else key_keep[b : b + 1],
+            bias=row_bias,
+            scale=problem.scale,
+            softcap=problem.softcap,
+        )
+        report = check_close(out[b : b + 1, h : h + 1, rows], reference, problem.q.dtype)
+        if not report.ok:
+            return None
+        worst = max(worst, report.max_rel)
+    return worst

@@ -1,0 +1,30 @@
+"""Hand-over of a rewritten graph to Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stof_compile.options import StofOptions
+
+
+def config_patches(options: StofOptions) -> dict[str, Any]:
+    """Return the Inductor settings that the mode and ``options["inductor"]`` stand for."""
+    from torch._inductor import list_mode_options
+
+    mode = list_mode_options(options.mode) if options.mode else {}
+    return {**mode, **options.inductor}
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: StofOptions
+) -> Callable[..., Any]:
+    """Compile a torch-level graph as ``torch.compile`` would, mode and settings of ``options`` applied.
+
+    Takes ownership of ``gm``.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches=config_patches(options) or None)

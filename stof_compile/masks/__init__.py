@@ -1,0 +1,1 @@
+"""Mask rules, their algebra and their block-sparse storage."""
