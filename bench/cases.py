@@ -100,9 +100,7 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
         for batch, seq in ((1, 128), (2, 320))
         for mask in MASKS
     ),
-    "long": tuple(
-        table2_cell(1, 16384, mask, heads=32, head_dim=128) for mask in MASKS
-    ),
+    "long": tuple(table2_cell(1, 16384, mask, heads=32, head_dim=128) for mask in MASKS),
 }
 
 
@@ -165,7 +163,9 @@ def dense_mask(cell: Cell, device: torch.device) -> Tensor:
     q, k = position[:, None], position[None, :]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     own = arithmetic_rule(cell)(zero, zero, q, k).expand(cell.seq, cell.seq)
-    theirs = mask_spec(cell).bind(cell.seq, cell.seq).keep(zero, zero, q, k).expand(cell.seq, cell.seq)
+    theirs = (
+        mask_spec(cell).bind(cell.seq, cell.seq).keep(zero, zero, q, k).expand(cell.seq, cell.seq)
+    )
     if cell.mask == "bigbird":
         assert bool((theirs | ~own).all()), "BigBird must contain Longformer"
         return theirs.contiguous()

@@ -34,7 +34,9 @@ def append_row(path: Path, fields: Sequence[str], row: dict[str, Any]) -> None:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
         if header != list(fields):
-            raise SystemExit(f"{path} has other columns; choose another --out or run without --resume")
+            raise SystemExit(
+                f"{path} has other columns; choose another --out or run without --resume"
+            )
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(fields))
         if fresh:
@@ -56,7 +58,9 @@ def log_event(
     row = {"cell": cell, "peer": peer, "variant": variant, "kind": kind, "reason": reason[:600]}
     append_row(log_path(out), LOG_FIELDS, row)
     if loud:
-        say(f"  {kind}: {cell} {peer} {variant}: {reason.strip().splitlines()[0][:200] if reason.strip() else ''}")
+        say(
+            f"  {kind}: {cell} {peer} {variant}: {reason.strip().splitlines()[0][:200] if reason.strip() else ''}"
+        )
 
 
 def say(text: str) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from cases import Cell
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # FA4, dense, of the same device (not importable everywhere): (device, head dim) -> TFLOP/s
 PUBLISHED_TFLOPS = {("NVIDIA H200", 64): 535.0, ("NVIDIA H200", 128): 730.0}
@@ -81,10 +80,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> floa
 def measure_ceilings(device: torch.device, head_dims: tuple[int, ...] = (64, 128)) -> Ceilings:
     """Measure copy bandwidth, matrix rate and dense attention on random data (a few seconds)."""
     cuda = device.type == "cuda"
-    source = torch.empty(2**32 if cuda else 2**28, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    copied = 2 * source.numel() / _seconds(lambda: target.copy_(source), device, 5) / 1e12
-    del source, target
+    copied = _copy_rate(device)
     edge, dtype = (8192, torch.bfloat16) if cuda else (2048, torch.float32)
     a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
     matmul = 2 * edge**3 / _seconds(lambda: a @ b, device, 10) / 1e12
@@ -95,6 +91,14 @@ def measure_ceilings(device: torch.device, head_dims: tuple[int, ...] = (64, 128
         for head_dim in head_dims:
             rates[str(head_dim)], sources[str(head_dim)] = _dense_attention(name, device, head_dim)
     return Ceilings(name, copied, matmul, rates, sources)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """TB/s of a large copy, read + written."""
+    size = 2**32 if device.type == "cuda" else 2**28
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device, 5) / 1e12
 
 
 def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[float, str]:

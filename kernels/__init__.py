@@ -1,1 +1,5 @@
-"""Hand-written kernels: tensors in, tensors out, nothing of STOF imported."""
+"""Hand-written kernels: tensors in, tensors out, nothing of STOF imported.
+
+This package holds only names that need neither Triton nor a GPU; a file with kernels is imported where
+it is launched.
+"""

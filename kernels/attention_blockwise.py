@@ -11,10 +11,33 @@ running maximum starts at a finite value, so exp2(-inf - maximum) is exactly 0 a
 sum of 0, for which 0 and a log-sum-exp of -inf are stored.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .limits import (
+    fits_registers,
+    shared_memory_bytes,
+    shared_memory_limit,
+    tf32_allowed,
+)
 from .mask_tiles import band_bounds, band_tile, bitmap_tile, locate_program
+from .problem import (
+    TileMask,
+    band_flags,
+    broadcast_strides,
+    check_problem,
+    empty_result,
+    launchable,
+    next_power_of_two,
+    on_device,
+    outer_strides,
+    score_constants,
+)
 from .softmax import attention_scores, finish_softmax, softmax_step, starting_maximum
 
 
@@ -43,7 +66,7 @@ def _part_mask(
 @triton.jit
 def _attend_tiles(
     acc, total, maximum, q_tile, begin, middle, end,
-    k_ptrs, k_step, v_ptrs, v_step, col_idx, bitmap_id, bitmap,
+    k_head, step_k, v_head, step_v, col_idx, bitmap_id, bitmap,
     lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid, k_len,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -58,6 +81,9 @@ def _attend_tiles(
     n_idx = tl.arange(0, BLOCK_N)
     d_idx = tl.arange(0, BLOCK_D)
     dv_idx = tl.arange(0, BLOCK_DV)
+    # a 32-bit offset in the tile beside a scalar 64-bit tile address: half the registers of pointers
+    k_off = n_idx[:, None] * step_k + d_idx[None, :]
+    v_off = n_idx[:, None] * step_v + dv_idx[None, :]
     col_next = 0
     if PREFETCH:
         col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
@@ -71,7 +97,7 @@ def _attend_tiles(
         n_valid = n_idx < (k_len - first_k)
 
         # -- scores ----
-        k_at = k_ptrs + col.to(tl.int64) * k_step
+        k_at = k_head + (col.to(tl.int64) * BLOCK_N) * step_k + k_off
         if (EVEN_K or not MASKED) and BLOCK_D == HEAD_DIM:
             k_tile = tl.load(k_at)
         elif EVEN_K or not MASKED:
@@ -109,7 +135,7 @@ def _attend_tiles(
         acc = acc * alpha[:, None]
 
         # -- values ----
-        v_at = v_ptrs + col.to(tl.int64) * v_step
+        v_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v + v_off
         if (EVEN_K or not MASKED) and BLOCK_DV == VALUE_DIM:
             v_tile = tl.load(v_at)
         elif EVEN_K or not MASKED:
@@ -172,10 +198,8 @@ def _attention_block_kernel(
     else:
         q_tile = tl.load(q_ptrs, mask=m_valid[:, None] & (d_idx[None, :] < HEAD_DIM), other=0.0)
 
-    k_ptrs = k + (b64 * stride_kb + kv64 * stride_kh) * VEC
-    k_ptrs = k_ptrs + (n_idx[:, None] * (stride_kn * VEC) + d_idx[None, :])
-    v_ptrs = v + (b64 * stride_vb + kv64 * stride_vh) * VEC
-    v_ptrs = v_ptrs + (n_idx[:, None] * (stride_vn * VEC) + dv_idx[None, :])
+    k_head = k + (b64 * stride_kb + kv64 * stride_kh) * VEC
+    v_head = v + (b64 * stride_vb + kv64 * stride_vh) * VEC
     padding_head = key_keep + b64 * stride_pb
     bias_head = bias + (b64 * stride_bb + h64 * stride_bh + first_q * stride_bm)
     bias_ptrs = bias_head + (m_idx[:, None] * stride_bm + n_idx[None, :] * stride_bn)
@@ -196,7 +220,7 @@ def _attention_block_kernel(
     if LOOPS == 1 or LOOPS == 3:
         acc, total, maximum = _attend_tiles(
             acc, total, maximum, q_tile, start, middle, middle,
-            k_ptrs, BLOCK_N * stride_kn * VEC, v_ptrs, BLOCK_N * stride_vn * VEC,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -206,7 +230,7 @@ def _attention_block_kernel(
     if LOOPS == 2 or LOOPS == 3:
         acc, total, maximum = _attend_tiles(
             acc, total, maximum, q_tile, middle, middle, stop,
-            k_ptrs, BLOCK_N * stride_kn * VEC, v_ptrs, BLOCK_N * stride_vn * VEC,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -216,7 +240,7 @@ def _attention_block_kernel(
     if LOOPS == 4 or LOOPS == 5:
         acc, total, maximum = _attend_tiles(
             acc, total, maximum, q_tile, start, middle, stop,
-            k_ptrs, BLOCK_N * stride_kn * VEC, v_ptrs, BLOCK_N * stride_vn * VEC,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -238,3 +262,175 @@ def _attention_block_kernel(
     if RETURN_LSE:
         lse_row = lse + (b64 * heads + h64) * q_len + first_q
         tl.store(lse_row + m_idx, log_sum, mask=m_valid)
+
+
+KERNELS = (_attention_block_kernel,)
+
+
+class BlockConfig(NamedTuple):
+    """How the block-wise kernel is launched; a list of it is the operator's ``config`` argument.
+
+    ``loops`` and ``heavy_first`` must fit the mask: 1 promises that it has no full tile, 2 that it has
+    no part tile.
+    """
+
+    block_q: int = 64  # query rows of a tile, as in the block mask
+    block_k: int = 64  # keys of a tile, as in the block mask
+    num_warps: int = 4
+    num_stages: int = 3  # depth of the load pipeline
+    loops: int = 3  # 1 part, 2 full, 3 part then full, 4 one loop, 5 one loop with a branch
+    heads_fast: int = 0  # 1: neighbouring programs work on the same row of other heads
+    heavy_first: int = 1  # 1: rows in row_order, 0: rows in their own order (one load less)
+    prefetch: int = 0  # 1: read a column index one tile ahead
+    tf32: int = 0  # 1: fp32 matrix products may use TF32
+
+
+# Tile (rows, keys) and warps worth trying, the best on sparse masks first.
+_TILES = (
+    (64, 64, 4),
+    (64, 64, 8),
+    (128, 64, 8),
+    (128, 128, 8),
+    (64, 32, 4),
+    (64, 32, 8),
+    (32, 32, 4),
+    (32, 32, 8),
+    (16, 16, 2),
+    (16, 16, 4),
+)
+_MAX_TILES = 3  # tile shapes offered for one problem
+
+
+def configs(
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    value_dim: int | None = None,
+    has_part: bool = True,
+    has_full: bool = True,
+    q_len: int | None = None,
+) -> list[BlockConfig]:
+    """Configs worth timing, pruned by shared memory and registers; the likely best first.
+
+    Args:
+        head_dim: of q and k.
+        dtype: of q, k and v.
+        capability: (major, minor) of the device.
+        value_dim: of v, head_dim if None.
+        has_part: whether the mask has tiles that are partly kept.
+        has_full: whether it has tiles that are kept whole.
+        q_len: query length; tiles of more rows than that (rounded up) are not offered.
+    """
+    itemsize = dtype.itemsize
+    block_d = next_power_of_two(head_dim)
+    block_dv = next_power_of_two(value_dim or head_dim)
+    limit = shared_memory_limit(capability)
+    tf32 = int(dtype == torch.float32 and tf32_allowed())
+    tallest = 128 if q_len is None else next_power_of_two(q_len)
+    tiles = [
+        (block_q, block_k, warps)
+        for block_q, block_k, warps in _TILES
+        if block_q <= tallest
+        and fits_registers(block_q, block_k, block_dv, warps, itemsize)
+        and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
+    ][:_MAX_TILES]
+    loops = (4, 3, 5) if has_part and has_full else (1,) if has_part else (2,)
+    found = []
+    for rank, (block_q, block_k, warps) in enumerate(tiles):
+        for stages in (2, 3):
+            if shared_memory_bytes(block_q, block_k, block_d, block_dv, stages, itemsize) > limit:
+                continue
+            for loop in loops if rank == 0 else loops[:2]:
+                found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
+    # heads as the fastest axis let the heavy rows of all heads start together
+    return found + [config._replace(heads_fast=1) for config in found[:2]]
+
+
+def attention_block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor],
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    config: Sequence[int],
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch the block-wise kernel.
+
+    Args:
+        q: [batch, heads, q_len, head_dim], fp16, bf16 or fp32, any strides.
+        k: [batch, kv_heads, k_len, head_dim]; heads is a multiple of kv_heads.
+        v: [batch, kv_heads, k_len, value_dim].
+        mask: arrays of the block mask; its tiles are config's block_q x block_k.
+        key_keep: bool [batch or 1, k_len], True where the key may be attended, or None.
+        bias: added to the scores, broadcastable to [batch, heads, q_len, k_len], or None.
+        scale: factor of the dot products.
+        softcap: c > 0 replaces a score x by c * tanh(x / c); 0 for none.
+        q_offset: position of the first query among the keys; used by ``band``.
+        band: [] to mask part tiles from the bitmap, else (lo, hi, global_q, global_k, cap).
+        config: fields of BlockConfig.
+        return_lse: also return the log-sum-exp of the masked scores.
+
+    Returns:
+        out: logical [batch, heads, q_len, value_dim] in [batch, q_len, heads, value_dim] memory.
+        lse: fp32 [batch, heads, q_len], natural logarithm, -inf on rows without keys; [0] if not asked.
+
+    Raises:
+        ValueError: an argument does not fit the others.
+    """
+    how = BlockConfig(*config)
+    arrays = TileMask(*mask)
+    problem = check_problem(q, k, v, arrays, key_keep, bias, how.block_q, how.block_k)
+    out, lse = empty_result(q, problem.value_dim, return_lse)
+    if out.numel() == 0:
+        return out.transpose(1, 2), lse
+    p = problem
+    lo, hi, global_q, global_k, cap = band or (0, 0, 0, 0, 0)
+    per_head = p.batch * p.heads
+    vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, p.v)]
+    bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
+    with on_device(q):
+        launchable(_attention_block_kernel, q)[(p.rows * per_head,)](
+            p.q, *vec_strides[0],
+            p.k, *vec_strides[1],
+            p.v, *vec_strides[2],
+            out, lse,
+            arrays.plane_map, *broadcast_strides(arrays.plane_map),
+            arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.bitmap,
+            arrays.row_order,
+            arrays.row_ptr if p.key_keep is None else p.key_keep,
+            0 if p.key_keep is None else broadcast_strides(p.key_keep)[0],
+            arrays.row_ptr if p.bias is None else p.bias, *bias_strides,
+            per_head, p.heads, p.q_len, p.k_len, p.rows, q_offset,
+            lo, hi, global_q, global_k, cap,
+            **score_constants(scale, softcap, p.bias is not None),
+            HEAD_DIM=p.head_dim,
+            VALUE_DIM=p.value_dim,
+            BLOCK_M=how.block_q,
+            BLOCK_N=how.block_k,
+            BLOCK_D=next_power_of_two(p.head_dim),
+            BLOCK_DV=next_power_of_two(p.value_dim),
+            GROUP=p.group,
+            VEC=p.vec,
+            PRECISION="tf32" if how.tf32 else "ieee",
+            EVEN_Q=p.q_len % how.block_q == 0,
+            EVEN_K=p.k_len % how.block_k == 0,
+            HAS_PADDING=p.key_keep is not None,
+            HAS_BIAS=p.bias is not None,
+            RETURN_LSE=return_lse,
+            SINGLE_PLANE=p.single_plane,
+            HEADS_FAST=bool(how.heads_fast),
+            HEAVY_FIRST=bool(how.heavy_first),
+            LOOPS=how.loops,
+            PREFETCH=bool(how.prefetch),
+            **band_flags(band),
+            num_warps=how.num_warps,
+            num_stages=how.num_stages,
+        )  # fmt: skip
+    return out.transpose(1, 2), lse

@@ -8,8 +8,8 @@ depends only on the row of a tile is kept in vectors of one value per row.
 import triton
 import triton.language as tl
 
-# A bound that no key index reaches: "this row has no such limit".
-FAR: tl.constexpr = tl.constexpr(1 << 30)
+
+
 
 
 @triton.jit

@@ -53,5 +53,5 @@ def finish_softmax(maximum, total, MULT: tl.constexpr):
     """(1 / sum or 0 on rows without keys, natural log-sum-exp or -inf)."""
     empty = total == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, total)
-    log_sum = (maximum * MULT + tl.log2(total)) * LN2
+    log_sum = maximum * (MULT * LN2) + tl.log(total)
     return inverse, tl.where(empty, float("-inf"), log_sum)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,19 +18,20 @@ from torch.fx import GraphModule
 import stof_compile.ops  # noqa: F401  registers the operators the rewritten graph calls
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.functional import current_override
-from stof_compile.attention.lower import LoweringContext, lower_attention, mask_only
+from stof_compile.attention.lower import LoweringContext, SiteReport, lower_attention
+from stof_compile.attention.mask_only import mask_near_misses, mask_only
 from stof_compile.attention.match import match_attention
 from stof_compile.attention.resolve import resolve_masks
 from stof_compile.attention.select import Budget
 from stof_compile.capture import CaptureFacts, read_capture
 from stof_compile.device import device_facts
-from stof_compile.dump import Record, start_record, write_dump
+from stof_compile.dump import Record, SiteRecord, graph_text, write_dump
 from stof_compile.errors import StofError
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
 from stof_compile.plan import Plan
-from stof_compile.store import Store, default_root, environment_key
+from stof_compile.store import Store, default_root, environment_key, write_atomic
 
 logger = logging.getLogger("stof_compile")
 
@@ -53,63 +55,78 @@ def stof(
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
     captured = _copy(gm)
-    record = start_record(device_facts(facts.device), opts)
-    record.add_graph("captured", gm)
-    improved = _improve(gm, facts, opts, record)
-    record.add_graph("rewritten", improved)
+    record, plan, improved = _improve(gm, facts, opts)
+    started = time.monotonic()
     compiled = compile_with_inductor(improved, example_inputs, opts)
+    record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
-        write_dump(record, opts.dump_dir)
+        folder = write_dump(record, opts.dump_dir)
+        write_atomic(folder / "plan.json", plan.to_json())
     return _callable(compiled, captured, opts, record)
 
 
-def _improve(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Record) -> GraphModule:
+def _improve(gm: GraphModule, facts: CaptureFacts, opts: StofOptions) -> tuple[Record, Plan, GraphModule]:
     """Run STOF's own passes; when one fails the original graph is compiled, with the option's mask put in."""
-    original = _copy(gm)
+    original, started = _copy(gm), time.monotonic()
+    record = Record(device=device_facts(facts.device).to_json(), options=opts.to_json())
+    record.graphs["captured"] = graph_text(gm)
+    plan = Plan(environment_key(device_facts(facts.device)))
     try:
-        _rewrite(gm, facts, opts, record)
-        return gm
+        plan = _rewrite(gm, facts, opts, record)
+        improved = gm
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
         if opts.strict:
             raise
-        logger.warning("STOF left a graph to torch.compile: %s: %s", type(failure).__name__, failure, exc_info=True)
-        record.add_fallback("graph", f"a pass failed: {type(failure).__name__}: {failure}")
-        record.sites = []
-        mask_only(original, facts, opts, record)
-        return original
+        reason = f"a pass of STOF failed: {type(failure).__name__}: {failure}"
+        logger.warning("this graph is left to torch.compile, %s", reason, exc_info=True)
+        record.sites.clear()
+        record.add_fallback("graph", reason)
+        mask_only(original, facts, opts)
+        improved = original
+    improved.graph.lint()
+    improved.recompile()
+    record.graphs["rewritten"] = graph_text(improved)
+    record.timings_s["stof"] = time.monotonic() - started
+    return record, plan, improved
 
 
-def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Record) -> None:
+def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Record) -> Plan:
     normalize(gm, facts)
-    record.add_graph("normalized", gm)
+    record.graphs["normalized"] = graph_text(gm)
     sites, near_misses = match_attention(gm, facts)
     for miss in near_misses:
-        record.add_near_miss(miss.name, miss.reason)
+        record.add_near_miss(miss.name, miss.node.name, miss.reason)
         logger.info("%s is left to PyTorch: %s", miss.name, miss.reason)
-    resolved = resolve_masks(opts.mask, sites, path_known=facts.paths_known, whole_model=facts.whole_model)
-    for key in resolved.unmatched:
-        record.add_unmatched(key)
-    store, plan = _store(opts, facts), _plan(opts, facts)
+    resolved = resolve_masks(opts.mask, sites, path_known=facts.path_known, whole_model=facts.whole_model)
+    record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
+    if opts.mask is not None:
+        mask_near_misses(gm, near_misses, opts.mask)
+    environment = environment_key(device_facts(facts.device))
+    store = Store(opts.cache_dir or default_root(), environment)
+    plan = None if opts.plan is None else Plan.load(opts.plan, environment)
     ctx = LoweringContext(facts, opts, store, Budget(opts.tune_budget_s), plan, {})
-    reports = lower_attention(gm, sites, near_misses, resolved, ctx)
-    for report in reports:
-        record.add_site(report.to_dict())
+    for report in lower_attention(gm, sites, resolved, ctx):
+        record.sites.append(_site_record(report))
         if report.status != "rewritten":
             record.add_fallback(report.name, report.reason)
-    record.plan = Plan(environment_key(device_facts(facts.device)), dict(ctx.choices))
-    gm.graph.lint()
-    gm.recompile()
+    return Plan(environment, dict(ctx.choices))
 
 
-def _store(opts: StofOptions, facts: CaptureFacts) -> Store:
-    root: Path = opts.cache_dir if opts.cache_dir is not None else default_root()
-    return Store(root, environment_key(device_facts(facts.device)))
-
-
-def _plan(opts: StofOptions, facts: CaptureFacts) -> Plan | None:
-    return None if opts.plan is None else Plan.load(opts.plan, environment_key(device_facts(facts.device)))
+def _site_record(report: SiteReport) -> SiteRecord:
+    return SiteRecord(
+        name=report.name,
+        form=report.form,
+        status=report.status,
+        kernel=report.kernel,
+        source=report.source,
+        shape=report.shape,
+        mask=report.mask,
+        statistics=report.statistics,
+        choice=report.choice,
+        notes=[report.reason] if report.reason else [],
+    )
 
 
 def _copy(gm: GraphModule) -> GraphModule:
@@ -144,9 +161,7 @@ def _callable(
 
 
 def _variant(captured: GraphModule, inputs: Sequence[Any], opts: StofOptions, kernel: str) -> Callable[..., Any]:
-    from dataclasses import replace
-
     forced = replace(opts, attention=kernel, dump_dir=None)
     gm = _copy(captured)
-    facts = read_capture(gm, inputs)
-    return compile_with_inductor(_improve(gm, facts, forced, start_record(device_facts(facts.device), forced)), inputs, forced)
+    _, _, improved = _improve(gm, read_capture(gm, inputs), forced)
+    return compile_with_inductor(improved, inputs, forced)

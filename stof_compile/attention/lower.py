@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,18 @@ from torch.fx import GraphModule, Node, Proxy
 from stof_compile import masks
 from stof_compile.attention.call import bind_kernel
 from stof_compile.attention.dynamic import lower_dynamic_site
-from stof_compile.attention.match import AttentionSite, NearMiss
+from stof_compile.attention.match import AttentionSite
+from stof_compile.attention.mask_only import dense_keep
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.resolve import ResolvedMasks
 from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_softmax, replace_site
 from stof_compile.attention.select import Budget, choose
-from stof_compile.capture import CaptureFacts, add_buffer
+from stof_compile.capture import CaptureFacts
 from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks.convert import recognise
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.masks.split import MaskParts, split_mask
+from stof_compile.measure import real_tensors
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Plan
 from stof_compile.store import Store
@@ -38,29 +40,33 @@ class SiteReport:
         status: ``rewritten`` (a STOF call took its place) | ``kept`` (left as it was) | ``masked`` (left, with the
             option's mask and-ed into it).
         reason: why, in one sentence.
-        option_mask: the option's mask for this site, as text; empty for none.
+        kernel: what runs there now.
+        option_mask, static_mask: the option's mask for this site and all static masks joined, as text.
+        shape: sizes and dtype, for people.
+        statistics: of the block mask. choice: the decision with its candidates; key: of its problem.
     """
 
     name: str
     form: str
+    source: str
     status: str = "kept"
     reason: str = ""
+    kernel: str = ""
     option_mask: str = ""
     static_mask: str = ""
-    problem: str = ""
-    problem_key: str = ""
     padding: bool = False
     bias: bool = False
     cross: bool = False
-    source: str = ""
-    mask_statistics: dict[str, Any] = field(default_factory=dict)
-    plan: AttentionPlan | None = None
+    shape: dict[str, Any] = field(default_factory=dict)
+    statistics: dict[str, Any] = field(default_factory=dict)
+    choice: AttentionPlan | None = None
+    key: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        body = dict(vars(self))
-        body["plan"] = None if self.plan is None else self.plan.to_dict()
-        return body
+    @property
+    def mask(self) -> str:
+        """All that restricts the keys, in words."""
+        parts = [self.static_mask or self.option_mask, "padding" if self.padding else "", "bias" if self.bias else ""]
+        return " & ".join(part for part in parts if part) or "none"
 
 
 @dataclass(frozen=True)
@@ -76,19 +82,19 @@ class LoweringContext:
 
 
 def lower_attention(
-    gm: GraphModule, sites: list[AttentionSite], near_misses: list[NearMiss], resolved: ResolvedMasks, ctx: LoweringContext
+    gm: GraphModule, sites: Sequence[AttentionSite], resolved: ResolvedMasks, ctx: LoweringContext
 ) -> list[SiteReport]:
     """Rewrite the attention of a graph in place.
 
     Returns:
-        One report per site and per near miss that got a mask.
+        One report per site.
     Raises:
         StofMaskError: the option's mask cannot be put into a site.
         StofUnsupportedError: ``strict`` and a site had to be left alone.
     """
     reports = []
     for site in sites:
-        report = SiteReport(site.name, site.form, cross=site.cross, source=site.source)
+        report = SiteReport(site.name, site.form, site.source, kernel=site.form, cross=site.cross, shape=site_shape(site))
         option = resolved.by_site.get(site.name)
         report.option_mask = "" if option is None else repr(option)
         _lower_site(gm, site, option, ctx, report)
@@ -115,27 +121,40 @@ def _lower_site(
     if site.form == "flex":
         _keep(gm, site, option, parts, ctx, report, "FlexAttention written by the user is kept")
         return
-    spec, q_offset = static_spec(site, option, parts)
-    problem = attention_problem(site, parts, spec, q_offset, ctx.facts)
-    report.static_mask = "" if spec is None else repr(spec)
-    report.problem, report.problem_key = problem.describe(), problem.key
-    report.mask_statistics = {} if spec is None else dict(problem.statistics)
-    choice = ctx.choices.get(problem.key)
-    if choice is None:
-        choice = choose(problem, ctx.options, ctx.store, ctx.budget, ctx.plan)
-        ctx.choices[problem.key] = choice
-    report.plan = choice
-    simpler = site.form != "sdpa" or option is not None or (site.mask is not None and (spec is None or problem.causal_only))
-    if choice.kernel == "sdpa" and not simpler:
-        report.reason = f"SDPA was chosen and is already there ({choice.reason})"
-        return
-    try:
-        call = bind_kernel(problem, choice.kernel, choice.config)
-    except StofUnsupportedError as refusal:
-        _keep(gm, site, option, parts, ctx, report, str(refusal))
+    with real_tensors():
+        spec, q_offset = static_spec(site, option, parts)
+        problem = attention_problem(site, parts, spec, q_offset, ctx.facts)
+        report.static_mask, report.key = ("" if spec is None else repr(spec)), problem.key
+        report.statistics = {} if spec is None else dict(problem.statistics)
+        choice = ctx.choices.get(problem.key)
+        if choice is None:
+            choice = choose(problem, ctx.options, ctx.store, ctx.budget, ctx.plan)
+            ctx.choices[problem.key] = choice
+        report.choice, report.kernel = choice, choice.kernel
+        # SDPA that is there already stays, unless it carries a mask it can do without
+        simpler = site.form != "sdpa" or option is not None or (site.mask is not None and (spec is None or problem.causal_only))
+        if choice.kernel == "sdpa" and not simpler:
+            report.reason = f"SDPA was chosen and is already there ({choice.reason})"
+            return
+        try:
+            call = bind_kernel(problem, choice.kernel, choice.config)
+        except StofUnsupportedError as refusal:
+            call, report.reason = None, str(refusal)
+    if call is None:
+        _keep(gm, site, option, parts, ctx, report, report.reason)
         return
     replace_site(gm, site, call, parts.padding, parts.bias)
     report.status, report.reason = "rewritten", f"{choice.kernel} {list(choice.config)}: {choice.reason}"
+
+
+def site_shape(site: AttentionSite) -> dict[str, Any]:
+    """Return sizes and dtype of a site as plain values; symbols as text."""
+    q, k = site.q.meta["example_value"], site.k.meta["example_value"]
+    k_len = k.shape[-1] if site.k_transposed else k.shape[-2]
+    names = ("batch", "q_heads", "q_len", "head_dim", "kv_heads", "k_len")
+    sizes = (*q.shape, k.shape[1], k_len)
+    shape: dict[str, Any] = {n: (str(s) if isinstance(s, torch.SymInt) else int(s)) for n, s in zip(names, sizes, strict=True)}
+    return {**shape, "dtype": str(q.dtype).removeprefix("torch.")}
 
 
 def has_dynamic_lengths(site: AttentionSite) -> bool:
@@ -250,42 +269,24 @@ def _keep(
 def option_keep(
     gm: GraphModule, site: AttentionSite, option: MaskSpec, parts: MaskParts
 ) -> Callable[[Callable[[Node], Proxy]], Any]:
-    """Build the option's mask (and SDPA's causal flag) as ``[B|1, H|1, Q, K]`` in front of a site."""
-    q_node, k_node = site.q, site.k
+    """Return a builder of the option's mask (and SDPA's causal flag) as ``[B|1, H|1, Q, K]`` for a site.
 
-    def keep(proxy: Callable[[Node], Proxy]) -> Any:
-        graph = gm.graph
-        device = q_node.meta["example_value"].device
-        k_len = proxy(k_node).size(-1 if site.k_transposed else -2).node
-        q_len = proxy(q_node).size(-2).node
-        batch, heads = proxy(q_node).size(0).node, proxy(q_node).size(1).node
-        rows = graph.call_function(torch.arange, (q_len,), {"device": device})
-
-        def dense(spec: MaskSpec, positions: Node) -> Any:
-            tensors = [add_buffer(gm, f"mask_{spec.key[:12]}_t{i}", t.to(device)) for i, t in enumerate(spec.tensors())]
-            call = graph.call_function(
-                torch.ops.stof.dense_mask.default, (tensors, spec.to_json(), positions, k_len, batch, heads)
-            )
-            return proxy(call)
-
-        wanted = dense(option, (proxy(rows) + _offset_value(site, parts, proxy, q_len, k_len)).node)
-        if site.is_causal:
-            wanted = wanted & dense(masks.causal(), rows)
-        return wanted
-
-    return keep
-
-
-def _offset_value(
-    site: AttentionSite, parts: MaskParts, proxy: Callable[[Node], Proxy], q_len: Node, k_len: Node
-) -> Any:
-    if site.cross:
-        return 0
-    if isinstance(parts.q_offset, Node):  # the position in a preallocated cache
-        return proxy(parts.q_offset)
-    if parts.q_offset == "unknown":
+    Raises:
+        StofMaskError: the position of the queries cannot be told.
+    """
+    position = parts.q_offset
+    if not site.cross and not isinstance(position, int | Node) and position == "unknown":
         raise StofMaskError(
             f"{site.name}: the mask of the options needs the position of the first query and it cannot be told; "
             "give the mask inside the model, or name other layers by path"
         )
-    return proxy(k_len) - proxy(q_len)
+    offset: Callable[[Callable[[Node], Proxy]], Any] | None = None
+    if site.cross:
+        offset = lambda proxy: 0  # noqa: E731
+    elif isinstance(position, Node):  # the position in a preallocated cache
+        offset = lambda proxy: proxy(position)  # noqa: E731
+
+    def sizes(proxy: Callable[[Node], Proxy]) -> tuple[Proxy, Proxy]:
+        return proxy(site.q).size(-2), proxy(site.k).size(-1 if site.k_transposed else -2)
+
+    return dense_keep(gm, option, site.q, sizes, causal=site.is_causal, offset=offset)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from stof_compile.attention.match import AttentionSite
@@ -25,11 +25,16 @@ class ResolvedMasks:
 
     Args:
         by_site: site name -> spec; sites without one keep the model's own mask.
-        unmatched: keys of the dictionary without a site in this graph.
+        by_path: key of the dictionary -> names of the sites it matched in this graph.
     """
 
     by_site: dict[str, MaskSpec]
-    unmatched: tuple[str, ...] = ()
+    by_path: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """Keys without a site in this graph."""
+        return tuple(key for key, names in self.by_path.items() if not names)
 
 
 def path_matches(key: str, path: Sequence[str]) -> bool:
@@ -61,15 +66,15 @@ def resolve_masks(mask: object, sites: Sequence[AttentionSite], *, path_known: b
             f"model is unknown; its sites are {_listed(sites)}. Compile the whole model, or give one mask instead of paths"
         )
     hits = {key: [s for s in sites if path_matches(key, s.path)] for key in specs}
-    unmatched = tuple(key for key, found in hits.items() if not found)
-    if unmatched and whole_model:
-        raise StofMaskError(_unmatched_message(unmatched[0], sites))
+    for key, found in hits.items():
+        if not found and whole_model:
+            raise StofMaskError(_unmatched_message(key, sites))
     by_site: dict[str, MaskSpec] = {}
     for site in sites:
         keys = [key for key, found in hits.items() if site in found and (not site.cross or all(s.cross for s in found))]
         if keys:
             by_site[site.name] = specs[max(keys, key=_specificity)]
-    return ResolvedMasks(by_site, unmatched)
+    return ResolvedMasks(by_site, {key: tuple(site.name for site in found) for key, found in hits.items()})
 
 
 def _specificity(key: str) -> tuple[int, int]:

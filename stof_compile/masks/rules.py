@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stof_compile.errors import StofMaskError
-from stof_compile.masks.spec import EMPTY, FULL, MIXED, MaskSpec, Tiles, three_valued
+from stof_compile.masks.spec import FULL, MaskSpec, Tiles, three_valued
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -210,5 +210,3 @@ class Phase(MaskSpec):
 def _segment(position: Tensor, size: int) -> Tensor:
     return torch.div(position, size, rounding_mode="floor")
 
-
-__all__ = ["EMPTY", "FULL", "MIXED", "Band", "BlockDiagonal", "Dense", "LowerRight", "Multiple", "Phase", "Range"]

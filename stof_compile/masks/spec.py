@@ -35,6 +35,7 @@ class Tiles:
         q_lo, q_hi, k_lo, k_hi: int tensors, first and last absolute position of the tile on each side.
         b, h: int tensors, batch and head index.
         block: upper bound of the tile's edges in tokens.
+        aligned: every tile begins at a multiple of its block's edges.
     """
 
     q_lo: Tensor
@@ -44,6 +45,7 @@ class Tiles:
     b: Tensor
     h: Tensor
     block: tuple[int, int]
+    aligned: bool = False
 
 
 def three_valued(empty: Tensor, full: Tensor) -> Tensor:
@@ -137,6 +139,10 @@ class MaskSpec:
         yield self
         for child in self.children:
             yield from child.walk()
+
+    def expanded(self) -> MaskSpec | None:
+        """The algebra a named composition stands for; None for every other rule."""
+        return None
 
     def plane_shape(self) -> PlaneShape:
         """Number of different (batch, head) planes: 1 = shared by all, None = as many as the problem has."""

@@ -1,0 +1,66 @@
+# make demo: install into .venv and run the main job.  make test: install and run every check.
+# Both can be repeated; the installation runs again only when pyproject.toml or constraints.txt change.
+#   PYTHON=python3.12 make test     another interpreter (3.10 to 3.13)
+#   JOBS=4 make test                more test processes (each uses one thread)
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CHECK := OMP_NUM_THREADS=1 $(BIN)/pytest -q --durations=10 -n $(JOBS)
+
+.PHONY: demo test lint types unit interpreter compile-only clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/stof demo $(ARGS)
+
+test: lint types unit interpreter compile-only
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# kernels/ and templates/ are parts of the package: links show mypy the layout of an installed copy
+types: $(VENV)/.installed-test
+	@rm -rf $(VENV)/types && mkdir -p $(VENV)/types/stof_compile
+	@ln -s $(CURDIR)/stof_compile/* $(CURDIR)/kernels $(CURDIR)/templates $(VENV)/types/stof_compile/
+	cd $(VENV)/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+unit: $(VENV)/.installed-test
+	$(CHECK) -m "not interpreter and not compile_only and not gpu" tests
+
+# a process of its own: Triton reads the flag when a kernel is decorated
+interpreter: $(VENV)/.installed-test
+	TRITON_INTERPRET=1 $(CHECK) -m interpreter tests
+
+compile-only: $(VENV)/.installed-test
+	$(CHECK) -m compile_only tests
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis stof-dump
+
+# -- installation ---------------------------------------------------------------------------------
+
+# Without a GPU the CPU build of torch is wanted, which the default index does not have on Linux:
+# it comes from a local wheel folder if pip knows one, else from PyTorch's own index.
+$(VENV)/.installed-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); \
+	  sys.exit(0 if ok else "Python 3.10 to 3.13 is needed, %s is %d.%d: set PYTHON=..." % (sys.executable, *sys.version_info[:2]))'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip 'setuptools>=77'
+	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1; then \
+	  echo "installing torch $(TORCH) for CPU"; \
+	  $(PIP) install 'torch==$(TORCH)+cpu' 2>/dev/null || \
+	  $(PIP) install --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu'; \
+	else \
+	  echo "installing torch $(TORCH)"; \
+	  $(PIP) install 'torch==$(TORCH)'; \
+	fi
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
+	@touch $@

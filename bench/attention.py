@@ -1,0 +1,216 @@
+"""One attention cell: build, check and time every variant of every peer; a row each.
+
+Runs in a process of its own (``run.py`` starts it), under ``no_grad``. A variant that fails or computes something else
+is a line of the log, never a row.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timing
+import torch
+from cases import Cell, dense_mask, make_inputs, tile_fraction
+from machine import conditions
+from peers import Attend, PeerMissingError, Setup, Variant, attention_variants
+from results import append_row, log_event, say
+from roofline import Ceilings, load_ceilings
+from torch import Tensor
+
+from stof_compile.dump import SiteRecord
+from stof_compile.measure import check_close
+
+FIELDS = (
+    "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype", "density", "tile_density",
+    "peer", "variant", "median_us", "p20_us", "p80_us", "runs", "method", "launch_us", "launch_p20_us", "launch_p80_us",
+    "compile_s", "peak_bytes", "max_rel", "rms_rel", "element_floor_us", "tile_floor_us", "tile_floor_share",
+    "detail", "device", "torch", "triton", "stof", "date",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run keeps things: CSV, caches of the peers, STOF's store, ceilings of the device."""
+
+    out: Path
+    caches: Path
+
+    @property
+    def store(self) -> Path:
+        """STOF's measured choices."""
+        return self.caches / "stof-store"
+
+    @property
+    def ceilings(self) -> Path:
+        """Measured ceilings of the device, beside the CSV."""
+        return self.out.with_name(self.out.stem + ".ceilings.json")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all variants of a cell share: mask, the check's inputs and fp64 answer, the rotating timing inputs."""
+
+    keep: Tensor
+    check_inputs: tuple[Tensor, Tensor, Tensor]
+    planes: list[tuple[int, int]]
+    expected: Tensor
+    sets: list[tuple[Tensor, Tensor, Tensor]]
+    facts: dict[str, Any]
+
+
+def prepare(cell: Cell, device: torch.device, ceilings: Ceilings, seed: int) -> Prepared:
+    """Draw inputs from ``seed`` and evaluate the oracle once for the cell."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    keep = dense_mask(cell, device)
+    check_inputs = make_inputs(cell, device, generator)
+    planes = timing.choose_planes(cell.batch, cell.heads, cell.seq, seed)
+    expected = timing.oracle(*check_inputs, keep, planes)
+    count = timing.set_count(cell.moved_bytes, device)
+    sets = [make_inputs(cell, device, generator) for _ in range(count)]
+    density, tiles = float(keep.double().mean()), tile_fraction(keep)
+    facts = {
+        **cell.columns(),
+        "density": density,
+        "tile_density": tiles,
+        "element_floor_us": ceilings.floor_us(cell, density),
+        "tile_floor_us": ceilings.floor_us(cell, tiles),
+        **conditions(device),
+    }
+    return Prepared(keep, check_inputs, planes, expected, sets, facts)
+
+
+@torch.no_grad()
+def run_cell(
+    cell: Cell,
+    device: torch.device,
+    paths: Paths,
+    seed: int,
+    done: Iterable[tuple[str, str]] = (),
+    only: Iterable[str] = (),
+) -> None:
+    """Measure all variants of a cell that are not ``done`` yet; ``only`` restricts to some peers."""
+    ceilings = load_ceilings(paths.ceilings, device)
+    prepared = prepare(cell, device, ceilings, seed)
+    finished, peers = set(done), set(only)
+    for variant in attention_variants(cell, device):
+        if (variant.peer, variant.name) in finished or (peers and variant.peer not in peers):
+            continue
+        setup = Setup(cell, device, prepared.keep, paths.store)
+        with timing.own_caches(paths.caches, variant.peer):
+            _record(cell, variant, setup, prepared, paths)
+
+
+def _record(cell: Cell, variant: Variant, setup: Setup, prepared: Prepared, paths: Paths) -> None:
+    where = (paths.out, cell.name, variant.peer, variant.name)
+    try:
+        row = _measure(variant, setup, prepared, where)
+    except PeerMissingError as missing:
+        log_event(*where, "missing", str(missing))
+    except Exception as failure:  # one peer's failure is a line of the log; the others still run
+        log_event(
+            *where, "error", f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
+        )
+    else:
+        if row is not None:
+            append_row(paths.out, FIELDS, row)
+            say(
+                f"  {cell.name:22s} {variant.peer:13s} {variant.name:20s} {row['median_us']:10.1f} us  launch {row['launch_us']:10.1f} us  (compile {row['compile_s']:.1f} s)"
+            )
+
+
+def _measure(
+    variant: Variant, setup: Setup, prepared: Prepared, where: tuple[Path, str, str, str]
+) -> dict[str, Any] | None:
+    """A row, or None when the output is wrong."""
+    device = setup.device
+    attend = variant.build(setup)
+    compile_s = timing.first_call(attend, prepared.check_inputs, device)
+    report, complete = _check(attend, prepared, device)
+    if not (report.ok and complete):
+        unwritten = "" if complete else "; some elements are not finite or never written"
+        log_event(
+            *where,
+            "incorrect",
+            f"max {report.max_rel:.3g} rms {report.rms_rel:.3g} against fp64{unwritten}",
+        )
+        return None
+    peak = timing.peak_bytes(attend, prepared.check_inputs, device)
+    launch = timing.launch_time(attend, prepared.sets, device)
+    replay = timing.replay_time(attend, prepared.sets, device)
+    return {
+        **prepared.facts,
+        "peer": variant.peer,
+        "variant": variant.name,
+        "median_us": replay.median_us,
+        "p20_us": replay.p20_us,
+        "p80_us": replay.p80_us,
+        "runs": replay.runs,
+        "method": replay.method,
+        "launch_us": launch.median_us,
+        "launch_p20_us": launch.p20_us,
+        "launch_p80_us": launch.p80_us,
+        "compile_s": compile_s,
+        "peak_bytes": peak,
+        "max_rel": report.max_rel,
+        "rms_rel": report.rms_rel,
+        "tile_floor_share": prepared.facts["tile_floor_us"] / replay.median_us,
+        "detail": stof_choice(attend) if variant.peer == "stof" else "",
+    }
+
+
+def _check(attend: Attend, prepared: Prepared, device: torch.device) -> tuple[Any, bool]:
+    """Compare some planes with the oracle, and see that every element of all planes was written."""
+    inputs = prepared.check_inputs
+    timing.poison(inputs[0].shape, inputs[0].dtype, device)
+    out = attend(*inputs)
+    report = check_close(
+        timing.pick_planes(out, prepared.planes), prepared.expected, inputs[0].dtype
+    )
+    return report, bool(torch.isfinite(out).all())
+
+
+def stof_choice(compiled: Attend) -> str:
+    """Kernel, config and source of every site of a callable compiled by STOF, from its own record."""
+    import stof_compile
+
+    return " | ".join(map(describe_site, stof_compile.explain(compiled).sites)) or "no site"
+
+
+def describe_site(site: SiteRecord) -> str:
+    """``kernel[config] (source)`` of one site."""
+    if site.choice is None:
+        return f"{site.kernel} ({site.status})"
+    config = ",".join(str(n) for n in site.choice.config)
+    return f"{site.choice.kernel}[{config}] ({site.choice.source})"
+
+
+@torch.no_grad()
+def warm_cell(
+    cell: Cell, device: torch.device, paths: Paths, seed: int, only: Iterable[str] = ()
+) -> None:
+    """Compile every variant once beside other processes, so that the timed pass finds warm caches.
+
+    STOF's measured choices of this pass go to a store that nobody reads: they were taken on a busy GPU.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    keep, inputs = dense_mask(cell, device), make_inputs(cell, device, generator)
+    peers = set(only)
+    for variant in attention_variants(cell, device):
+        if peers and variant.peer not in peers:
+            continue
+        setup = Setup(
+            cell, device, keep, paths.caches / f"warm-store-{cell.name.replace('/', '-')}"
+        )
+        with timing.own_caches(paths.caches, variant.peer):
+            try:
+                timing.first_call(variant.build(setup), inputs, device)
+            except PeerMissingError:
+                continue
+            except Exception as failure:  # the timed pass meets it again and records it
+                say(
+                    f"  warm-up of {cell.name} {variant.peer} {variant.name}: {type(failure).__name__}: {str(failure)[:300]}"
+                )

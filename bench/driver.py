@@ -1,0 +1,265 @@
+"""The parent process: which cells are left, one process each, caches warmed ahead, a summary last."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from results import log_event, log_path, read_rows, say
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One process: a cell (or a step) by name, and how many of its rows are missing."""
+
+    name: str
+    pending: int
+
+
+def default_out(args: argparse.Namespace) -> Path:
+    """Where rows go when no file was named."""
+    stem = args.command
+    if args.sweep:
+        stem = f"sweep-{args.kernel}"
+    if args.command == "e2e":
+        stem = f"e2e-{args.model}"
+    if args.command == "attention" and args.grid not in (None, "table2"):
+        stem += f"-{args.grid}"
+    return HERE / "results" / f"{stem}-{args.device}.csv"
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fill in what the command line left open; workers get the settled values."""
+    if args.command == "cpu":
+        args.grid, args.device = args.grid or "cpu", "cpu"
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.smoke:
+        args.grid = args.grid or "smoke"
+        args.model = "bert-tiny" if args.command in ("e2e", "overhead") else args.model
+    args.grid = args.grid or "table2"
+    if args.out is None:
+        args.out = (
+            Path(tempfile.mkdtemp(prefix="stof-smoke-")) / "rows.csv"
+            if args.smoke
+            else default_out(args)
+        )
+    args.out = args.out.resolve()
+    args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
+    args.seed = random.randrange(2**31) if args.seed is None else args.seed
+    args.warm = (8 if args.device == "cuda" else 0) if args.warm is None else args.warm
+
+
+def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
+    """The command line of a worker."""
+    command = [
+        sys.executable,
+        str(HERE / "run.py"),
+        "attention" if args.command == "cpu" else args.command,
+    ]
+    for name in (
+        "grid",
+        "peers",
+        "device",
+        "out",
+        "kernel",
+        "axes",
+        "model",
+        "seed",
+        "caches",
+        "length",
+    ):
+        value = getattr(args, name)
+        if value not in (None, ""):
+            command += [f"--{name}", str(value)]
+    command += ["--sweep"] if args.sweep else []
+    command += ["--smoke"] if args.smoke else []
+    return [*command, "--worker", unit]
+
+
+def drive(args: argparse.Namespace) -> int:
+    """Run a command and print its summary; returns the number of cells that failed (100 at most)."""
+    if args.command == "report":
+        for path in args.files:
+            print(f"{path.name}\n{summary(path)}\n")
+        return 0
+    settle(args)
+    if not args.resume:
+        for path in (args.out, log_path(args.out)):
+            path.unlink(missing_ok=True)
+    units = pending_units(args)
+    say(
+        f"{args.command} on {args.device}: {len(units)} cells to run, seed {args.seed}, rows to {args.out}, caches in {args.caches}"
+    )
+    started = time.monotonic()
+    if args.warm > 0 and units:
+        warm(args, units)
+    failed = 0
+    for index, unit in enumerate(units):
+        left = args.budget - (time.monotonic() - started)
+        if left < 20:
+            say(
+                f"budget of {args.budget:.0f} s spent: {len(units) - index} cells left; run again with --resume"
+            )
+            log_event(
+                args.out,
+                unit.name,
+                "-",
+                "-",
+                "note",
+                f"budget spent before this cell and {len(units) - index - 1} more",
+                loud=False,
+            )
+            break
+        say(
+            f"[{index + 1}/{len(units)}] {unit.name}: {unit.pending} to measure, {time.monotonic() - started:.0f} s spent"
+        )
+        failed += run_unit(args, unit, min(left, args.cell_timeout))
+    print(summary(args.out))
+    held = [row for row in read_rows(log_path(args.out)) if row["kind"] != "note"]
+    if held:
+        print(f"{len(held)} lines in {log_path(args.out).name}:")
+    seen: dict[str, list[str]] = {}
+    for row in held:
+        seen.setdefault(
+            f"{row['kind']} {row['peer']} {row['variant'] if len(held) < 40 else ''}: {(row['reason'].splitlines() or [''])[0][:120]}",
+            [],
+        ).append(row["cell"])
+    for text, cells in list(seen.items())[:20]:
+        print(f"  {text} ({len(cells)}: {cells[0]}{', ...' if len(cells) > 1 else ''})")
+    return min(failed, 100)
+
+
+def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float) -> int:
+    """Run one worker; 1 if it failed or took too long, which the log then says."""
+    try:
+        done = subprocess.run(worker_command(args, unit.name), timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        log_event(
+            args.out,
+            unit.name,
+            "-",
+            "-",
+            "error",
+            f"stopped after {limit_s:.0f} s; its finished rows stay",
+        )
+        return 1
+    if done.returncode != 0:
+        log_event(
+            args.out,
+            unit.name,
+            "-",
+            "-",
+            "error",
+            f"the cell's process ended with {done.returncode}",
+        )
+        return 1
+    return 0
+
+
+def warm(args: argparse.Namespace, units: Sequence[Unit]) -> None:
+    """Fill the compiler caches, several cells at a time; nothing is timed."""
+    waiting = list(enumerate(units))
+    running: list[tuple[str, subprocess.Popen[bytes]]] = []
+    started = time.monotonic()
+    limit = 0.5 * args.budget
+    say(f"warming the compiler caches of {len(waiting)} cells, {args.warm} processes at a time")
+    while waiting or running:
+        if time.monotonic() - started > limit:
+            say(f"  warm-up stopped after {limit:.0f} s; the rest compiles in the timed pass")
+            for _, process in running:
+                process.kill()
+                process.wait()
+            return
+        while waiting and len(running) < args.warm:
+            index, unit = waiting.pop(0)
+            command = [*worker_command(args, unit.name), "--warm-worker", str(index)]
+            running.append((unit.name, subprocess.Popen(command)))
+        time.sleep(0.2)
+        still = []
+        for name, process in running:
+            if process.poll() is None:
+                still.append((name, process))
+            elif process.returncode != 0:
+                say(f"  warm-up of {name} ended with {process.returncode}")
+        running = still
+    say(f"  warm after {time.monotonic() - started:.0f} s")
+
+
+# -- what is left, and the summary ---------------------------------------------------------------------------------------
+
+
+def pending_units(args: argparse.Namespace) -> list[Unit]:
+    """Cells with rows missing, in order."""
+    if args.command in ("attention", "cpu"):
+        return _attention_units(args)
+    if args.command == "e2e":
+        from e2e import e2e_units
+
+        return [Unit(*u) for u in e2e_units(args)]
+    if args.command == "mask":
+        from maskbuild import steps
+    elif args.command == "overhead":
+        from overhead import steps
+    else:
+        return [Unit("ceilings", 1)]
+    done = {row["cell"] for row in read_rows(args.out)}
+    return [Unit(name, 1) for name in steps(args) if name not in done]
+
+
+def _attention_units(args: argparse.Namespace) -> list[Unit]:
+    from cases import GRIDS, select_cells
+    from peers import attention_variants
+
+    if args.grid not in GRIDS:
+        raise SystemExit(f"no grid {args.grid!r}; grids: {', '.join(GRIDS)}")
+    cells = select_cells(GRIDS[args.grid], args.cells)
+    done: dict[str, set[tuple[str, str]]] = {}
+    for row in read_rows(args.out):
+        done.setdefault(row["cell"], set()).add((row.get("peer", ""), row.get("variant", "")))
+    for row in read_rows(log_path(args.out)):
+        if row["kind"] == "missing":
+            done.setdefault(row["cell"], set()).add((row["peer"], row["variant"]))
+    if args.sweep:  # the worker knows its trials; a cell is offered again and skips what it has
+        return [Unit(cell.name, 1) for cell in cells]
+    wanted = set(args.peers.split(",")) if args.peers else set()
+    units = []
+    for cell in cells:
+        variants = [
+            v
+            for v in attention_variants(cell, torch.device(args.device))
+            if not wanted or v.peer in wanted
+        ]
+        left = [v for v in variants if (v.peer, v.name) not in done.get(cell.name, set())]
+        if left:
+            units.append(Unit(cell.name, len(left)))
+    return units
+
+
+def summary(path: Path) -> str:
+    """The summary that fits a CSV's columns."""
+    from stats import attention_summary, e2e_summary, means, plain_summary
+    from sweep_stats import sweep_summary
+
+    rows = read_rows(path)
+    if not rows:
+        return f"no rows in {path}"
+    if "settings" in rows[0]:
+        return sweep_summary(rows)
+    if "transformers" in rows[0] and "graph_us" in rows[0]:
+        return e2e_summary(rows)
+    if "tile_floor_us" in rows[0]:
+        text = attention_summary(rows)
+        if rows[0]["device"].startswith("NVIDIA"):  # on a CPU both columns are plain calls
+            text += f"\nlaunch included:\n{means(rows, 'launch_us')}"
+        return text
+    return plain_summary(rows)

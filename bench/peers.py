@@ -1,0 +1,240 @@
+"""Peers: every way to run a masked attention, each at its best, behind one signature ``(q, k, v) -> out``.
+
+A peer has one or more variants (settings); the best correct one counts. Masks, tables and block masks are prepared in
+``build``, outside the timed call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import RANDOM_BLOCK, Cell, MaskMod, arithmetic_rule, mask_spec, random_tile_table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class PeerMissingError(Exception):
+    """The peer's package is not installed here; the message names it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a variant may use: the cell, its dense mask bool ``[S, S]``, and where STOF keeps its choices."""
+
+    cell: Cell
+    device: torch.device
+    keep: Tensor
+    store: Path
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One setting of a peer."""
+
+    peer: str
+    name: str
+    build: Callable[[Setup], Attend]
+
+
+# -- SDPA --------------------------------------------------------------------------------------------------------------
+
+
+def _sdpa_mask(setup: Setup, backend: SDPBackend | None = None) -> Attend:
+    keep = setup.keep[None, None]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+    if setup.device.type == "cpu":
+        return torch.compile(run, dynamic=False)
+    return run if backend is None else _under(backend, run)
+
+
+def _sdpa_causal(setup: Setup, backend: SDPBackend | None = None) -> Attend:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return run if backend is None else _under(backend, run)
+
+
+def _under(backend: SDPBackend, run: Attend) -> Attend:
+    def forced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return run(q, k, v)
+
+    return forced
+
+
+# -- FlexAttention -----------------------------------------------------------------------------------------------------
+
+
+def _flex(block_mask: BlockMask, options: dict[str, Any]) -> Attend:
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(q, k, v, block_mask=block_mask, kernel_options=options or None)
+
+    return run
+
+
+def _block_mask(setup: Setup, rule: MaskMod, block: int) -> BlockMask:
+    seq = setup.cell.seq
+    return create_block_mask(rule, None, None, seq, seq, device=setup.device, BLOCK_SIZE=block)
+
+
+def gather_rule(keep: Tensor) -> MaskMod:
+    """Look every element up in the dense mask: what people write when a mask has no formula."""
+    return lambda b, h, q, k: keep[q, k]
+
+
+def table_rule(cell: Cell, keep: Tensor) -> MaskMod:
+    """Arithmetic, and for BigBird's random tiles one lookup in a small table of tiles."""
+    regular = arithmetic_rule(cell)
+    if cell.mask != "bigbird":
+        return regular
+    table = random_tile_table(cell, keep)
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return regular(b, h, q, k) | table[q // RANDOM_BLOCK, k // RANDOM_BLOCK]
+
+    return rule
+
+
+def split_block_mask(setup: Setup, block: int) -> BlockMask:
+    """Block mask of the whole rule, but only its arithmetic part evaluated inside partial blocks.
+
+    Right because BigBird's random tiles are whole blocks: FlexAttention never evaluates the rule in full blocks.
+    """
+    assert RANDOM_BLOCK % block == 0, (
+        f"random tiles of {RANDOM_BLOCK} are not whole blocks of {block}"
+    )
+    built = _block_mask(setup, table_rule(setup.cell, setup.keep), block)
+    return BlockMask.from_kv_blocks(
+        built.kv_num_blocks,
+        built.kv_indices,
+        built.full_kv_num_blocks,
+        built.full_kv_indices,
+        BLOCK_SIZE=block,
+        mask_mod=arithmetic_rule(setup.cell),
+        seq_lengths=(setup.cell.seq, setup.cell.seq),
+    )
+
+
+def _flex_default(setup: Setup) -> Attend:
+    rule = arithmetic_rule(setup.cell)
+    if setup.cell.mask == "bigbird":
+        rule = gather_rule(setup.keep)
+    return _flex(_block_mask(setup, rule, 128), {})
+
+
+def _flex_expert(setup: Setup, block: int, options: dict[str, Any]) -> Attend:
+    rule = table_rule(setup.cell, setup.keep)
+    return _flex(_block_mask(setup, rule, block), options)
+
+
+def _flex_split(setup: Setup, block: int, options: dict[str, Any]) -> Attend:
+    return _flex(split_block_mask(setup, block), options)
+
+
+def _flex_flash(setup: Setup) -> Attend:
+    if importlib.util.find_spec("flash_attn") is None:
+        raise PeerMissingError("FA4 (flash_attn.cute) is not installed")
+    rule = table_rule(setup.cell, setup.keep)
+    return _flex(_block_mask(setup, rule, 128), {"BACKEND": "FLASH"})
+
+
+SAFE = {
+    "PRESCALE_QK": True,
+    "ROWS_GUARANTEED_SAFE": True,
+}  # every mask here keeps a key in each row
+
+
+def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
+    """Settings an expert would try: (name, block size, kernel options)."""
+    m64 = {"BLOCK_M": 64, "BLOCK_N": 64}
+    settings: list[tuple[str, int, dict[str, Any]]] = [
+        ("b64", 64, dict(m64)),
+        ("b64-safe", 64, m64 | SAFE),
+        ("b64-safe-s2", 64, m64 | SAFE | {"num_stages": 2}),
+        ("b64-safe-w8", 64, m64 | SAFE | {"num_warps": 8}),
+        ("b64-safe-tma", 64, m64 | SAFE | {"USE_TMA": True}),
+        ("b128-safe", 128, dict(SAFE)),
+        ("b128-m64-safe", 128, m64 | SAFE),
+    ]
+    if cell.mask == "causal":  # the only mask here whose partial and full blocks are one run each
+        settings += [("b128-safe-contiguous", 128, SAFE | {"BLOCKS_ARE_CONTIGUOUS": True})]
+    if cell.seq <= 1024:
+        settings += [("b32-safe", 32, {"BLOCK_M": 32, "BLOCK_N": 32} | SAFE)]
+    return settings
+
+
+# -- STOF --------------------------------------------------------------------------------------------------------------
+
+
+def compile_with_stof(setup: Setup) -> Attend:
+    """What a user writes for a function: plain SDPA, the mask through options, the measured choice."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    options = {"mask": mask_spec(setup.cell), "cache_dir": setup.store, "strict": True}
+    return torch.compile(attend, backend="stof", dynamic=False, options=options)
+
+
+def _stof_function(setup: Setup) -> Attend:
+    import stof_compile
+
+    return partial(stof_compile.sparse_attention, mask=mask_spec(setup.cell))
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
+    """Every variant of every peer for a cell, STOF last."""
+    stof = [
+        Variant("stof", "compiled", compile_with_stof),
+        Variant("stof_fn", "eager", _stof_function),
+    ]
+    if device.type == "cpu":
+        return [
+            Variant("sdpa_mask", "compiled", _sdpa_mask),
+            Variant("flex_default", "b128", _flex_default),
+            Variant("flex_expert", "b32", lambda s: _flex_expert(s, 32, {})),
+            Variant("flex_expert", "b64", lambda s: _flex_expert(s, 64, {})),
+            *stof,
+        ]
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    variants = [
+        Variant("sdpa_mask", "default", _sdpa_mask),
+        Variant(
+            "sdpa_mask", "efficient", partial(_sdpa_mask, backend=SDPBackend.EFFICIENT_ATTENTION)
+        ),
+        Variant("sdpa_mask", "cudnn", partial(_sdpa_mask, backend=cudnn)),
+    ]
+    if cell.mask == "causal":
+        variants += [
+            Variant("sdpa_causal", "default", _sdpa_causal),
+            Variant("sdpa_causal", "flash", partial(_sdpa_causal, backend=flash)),
+            Variant("cudnn", "causal", partial(_sdpa_causal, backend=cudnn)),
+        ]
+    variants += [Variant("flex_default", "b128", _flex_default)]
+    for name, block, options in expert_settings(cell):
+        variants += [
+            Variant("flex_expert", name, partial(_flex_expert, block=block, options=options))
+        ]
+        if cell.mask == "bigbird" and name in ("b64-safe", "b64-safe-s2", "b32-safe"):
+            variants += [
+                Variant("flex_split", name, partial(_flex_split, block=block, options=options))
+            ]
+    return [*variants, Variant("flex_flash", "fa4", _flex_flash), *stof]

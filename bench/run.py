@@ -1,0 +1,93 @@
+"""Benchmarks: one command line, CSV out, a short summary last.
+
+    python bench/run.py attention --grid table2 [--cells 16x2048,bigbird] [--resume] [--out FILE]
+    python bench/run.py attention --grid table2 --sweep [--axes "block_q=64;block_k=64;num_warps=4,8"]
+    python bench/run.py e2e --model bert-base [--cells 1x128,8x512,16x2048] [--resume]
+    python bench/run.py cpu | mask | overhead | ceilings
+    python bench/run.py report FILE...           # print the summary of CSV files again
+
+Every cell runs in a process of its own. Rows go to a CSV, everything that did not become a row to ``<out>.log.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+COMMANDS = ("attention", "e2e", "cpu", "mask", "overhead", "ceilings", "report")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parsed = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parsed.add_argument("command", choices=COMMANDS)
+    parsed.add_argument("files", nargs="*", type=Path, help="report: CSV files")
+    parsed.add_argument("--grid", help="attention: table2 (default), cpu, long, smoke")
+    parsed.add_argument("--cells", help="comma-separated BxS, mask or BxS/mask; default all")
+    parsed.add_argument("--peers", help="only these peers, comma-separated")
+    parsed.add_argument("--device", help="cuda or cpu; default what is there")
+    parsed.add_argument(
+        "--out", type=Path, help="CSV; default bench/results/<command>-<device>.csv"
+    )
+    parsed.add_argument(
+        "--resume", action="store_true", help="keep the rows of --out and run what is missing"
+    )
+    parsed.add_argument(
+        "--sweep", action="store_true", help="attention: time STOF's configs one by one"
+    )
+    parsed.add_argument(
+        "--kernel", default="block", choices=("block", "row"), help="--sweep: which kernel"
+    )
+    parsed.add_argument(
+        "--axes", default="", help="--sweep: product of these fields in place of the kernel's list"
+    )
+    parsed.add_argument("--model", default="bert-base", help="e2e: bert-base or bert-tiny")
+    parsed.add_argument(
+        "--seed", type=int, default=None, help="seed of the inputs; default drawn and printed"
+    )
+    parsed.add_argument(
+        "--caches", type=Path, help="compiler caches; default a fresh temporary folder"
+    )
+    parsed.add_argument(
+        "--warm",
+        type=int,
+        default=None,
+        help="processes compiling ahead of the timed pass; default 8 on cuda, 0 on cpu",
+    )
+    parsed.add_argument("--cell-timeout", type=float, default=240.0, help="seconds a cell may take")
+    parsed.add_argument(
+        "--budget",
+        type=float,
+        default=540.0,
+        help="seconds of the whole run; cells past it are left for --resume",
+    )
+    parsed.add_argument(
+        "--smoke", action="store_true", help="toy sizes: only to see that everything runs"
+    )
+    parsed.add_argument("--length", type=int, help="mask: tokens; default 131072")
+    parsed.add_argument("--worker", help=argparse.SUPPRESS)
+    parsed.add_argument("--warm-worker", type=int, help=argparse.SUPPRESS)
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; the exit code is the number of cells that failed, at most 100."""
+    args = parser().parse_args(arguments)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    if args.worker is not None:
+        from worker import work
+
+        return work(args)
+    from driver import drive
+
+    return drive(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

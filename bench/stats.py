@@ -1,0 +1,161 @@
+"""Summaries of result rows: best peer, ratio per cell, geometric means, worst cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from results import number
+
+Row = dict[str, str]
+STOF_PEERS = ("stof", "stof_fn")
+EXPERT_PEERS = ("flex_expert",)
+OPPONENTS: dict[str, tuple[str, ...] | None] = {
+    "best peer": None,
+    "best flex": ("flex_expert", "flex_split", "flex_default", "flex_flash"),
+    "expert flex": EXPERT_PEERS,
+    "default flex": ("flex_default",),
+    "SDPA + mask": ("sdpa_mask",),
+}
+
+
+@dataclass(frozen=True)
+class Best:
+    """Fastest row of a group."""
+
+    peer: str
+    variant: str
+    median_us: float
+    launch_us: float
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Geometric mean; NaN for nothing."""
+    held = [v for v in values if v > 0 and math.isfinite(v)]
+    return math.exp(sum(map(math.log, held)) / len(held)) if held else float("nan")
+
+
+def best_of(
+    rows: Iterable[Row], peers: Sequence[str] | None, time_field: str = "median_us"
+) -> Best | None:
+    """Fastest row among some peers (None: all but STOF)."""
+    chosen = [
+        r
+        for r in rows
+        if (r["peer"] in peers if peers is not None else r["peer"] not in STOF_PEERS)
+    ]
+    if not chosen:
+        return None
+    row = min(chosen, key=lambda r: number(r, time_field))
+    return Best(row["peer"], row["variant"], number(row, time_field), number(row, "launch_us"))
+
+
+def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of each cell, in file order."""
+    grouped: dict[str, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(row["cell"], []).append(row)
+    return grouped
+
+
+def _ms(best: Best | None) -> str:
+    return "-" if best is None else f"{best.median_us / 1e3:.4f}"
+
+
+def _ratio(other: Best | None, stof: Best | None) -> float:
+    return float("nan") if other is None or stof is None else other.median_us / stof.median_us
+
+
+def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str:
+    """Short table: per cell the best peer, STOF and their ratio; then means and the worst cell."""
+    if not rows:
+        return "no rows"
+    first = rows[0]
+    lines = [
+        f"{first['device']} · torch {first['torch']} · triton {first['triton']} · stof {first['stof']} · {time_field}, ms",
+        f"{'cell':21s} {'dens':>5s} {'SDPA+mask':>9s} {'flex dflt':>9s} {'expert':>9s} {'cuDNN':>9s} {'best peer':>9s} {'STOF':>9s} {'ratio':>6s} {'floor%':>6s}  best peer's setting / STOF's choice",
+    ]
+    for cell, group in by_cell(rows).items():
+        stof = best_of(group, ("stof",), time_field)
+        peer = best_of(group, None, time_field)
+        shown = [
+            best_of(group, peers, time_field)
+            for peers in (("sdpa_mask",), ("flex_default",), EXPERT_PEERS, ("cudnn",))
+        ]
+        detail = next((r["detail"] for r in group if r["peer"] == "stof"), "MISSING")
+        share = (
+            number(group[0], "tile_floor_us") / stof.median_us if stof is not None else float("nan")
+        )
+        setting = f"{peer.peer} {peer.variant}" if peer is not None else "-"
+        times = " ".join(f"{_ms(best):>9s}" for best in (*shown, peer, stof))
+        lines.append(
+            f"{cell:21s} {number(group[0], 'density'):5.3f} {times} {_ratio(peer, stof):6.2f} {100 * share:6.0f}  {setting} / {detail}"
+        )
+    return "\n".join([*lines, means(rows, time_field)])
+
+
+def means(rows: Sequence[Row], time_field: str = "median_us") -> str:
+    """STOF against each group of peers: geometric means and the worst cell."""
+    against: dict[str, dict[str, float]] = {name: {} for name in OPPONENTS}
+    for cell, group in by_cell(rows).items():
+        stof = best_of(group, ("stof",), time_field)
+        for name, peers in OPPONENTS.items():
+            other = best_of(group, peers, time_field)
+            if other is not None and stof is not None:
+                against[name][cell] = _ratio(other, stof)
+    return "\n".join(mean_lines(against))
+
+
+def _is_long(cell: str) -> bool:
+    return int(cell.split("/")[0].split("x")[1]) >= 2048
+
+
+def mean_lines(against: dict[str, dict[str, float]]) -> list[str]:
+    """Geometric means over all and over long cells, and the worst cell, per opponent."""
+    lines = []
+    for name, ratios in against.items():
+        if not ratios:
+            continue
+        worst = min(ratios, key=lambda c: ratios[c])
+        longer = geometric_mean(v for c, v in ratios.items() if _is_long(c))
+        lines.append(
+            f"STOF against {name:12s}: geometric mean {geometric_mean(ratios.values()):.2f}x over {len(ratios)} cells, {longer:.2f}x at S>=2048, worst {ratios[worst]:.2f}x in {worst}"
+        )
+    return lines
+
+
+def e2e_summary(rows: Sequence[Row]) -> str:
+    """Per cell and peer: median, launch-free time where it exists, error, compile seconds; then ratios."""
+    if not rows:
+        return "no rows"
+    first = rows[0]
+    lines = [
+        f"{first['device']} · torch {first['torch']} · transformers {first['transformers']} · stof {first['stof']} · {first['model']} {first['dtype']}, ms of a compiled call",
+        f"{'cell':10s} {'peer':16s} {'median':>8s} {'p20':>8s} {'p80':>8s} {'graph':>8s} {'rms err':>8s} {'compile s':>9s}",
+    ]
+    for cell, group in by_cell(rows).items():
+        for r in sorted(group, key=lambda r: number(r, "median_us")):
+            lines.append(
+                f"{cell:10s} {r['peer']:16s} {number(r, 'median_us') / 1e3:8.3f} {number(r, 'p20_us') / 1e3:8.3f} {number(r, 'p80_us') / 1e3:8.3f} {number(r, 'graph_us') / 1e3:8.3f} {number(r, 'rms_rel'):8.2g} {number(r, 'compile_s'):9.1f}"
+            )
+        times = {r["peer"]: number(r, "median_us") for r in group}
+        stof = min((t for p, t in times.items() if p.startswith("stof")), default=float("nan"))
+        for title, prefix in (("best torch.compile", "compile"), ("best expert flex", "flex")):
+            others = [t for p, t in times.items() if p.startswith(prefix)]
+            if others and math.isfinite(stof):
+                lines.append(f"{cell:10s} STOF against {title}: {min(others) / stof:.2f}x")
+    return "\n".join(lines)
+
+
+def plain_summary(rows: Sequence[Row]) -> str:
+    """All rows as aligned columns, without the condition columns, which stand in a first line."""
+    hidden = ("device", "torch", "triton", "stof", "date", "transformers")
+    fields = [f for f in rows[0] if f not in hidden and any(r[f] for r in rows)]
+    widths = [max(len(f), *(len(r[f]) for r in rows)) for f in fields]
+    head = " · ".join(f"{f} {rows[0][f]}" for f in hidden[:-2] if rows[0].get(f))
+    table = [fields, *([r[f] for f in fields] for r in rows)]
+    body = [
+        "  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() for line in table
+    ]
+    return "\n".join([head, *body])

@@ -1,0 +1,164 @@
+"""How one callable is timed, checked and kept apart from its neighbours.
+
+Gates use CUDA-graph replay over rotating inputs (``stof_compile.measure``); the launch-included time of the same
+callable stands in a second column.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof_compile.measure import Timing, time_callable
+
+L2_BYTES = 64e6  # an H200 has 60 MB; inputs that rotate through more than this come from memory
+MAX_SETS = 96
+
+
+@contextmanager
+def own_caches(root: Path, peer: str) -> Iterator[None]:
+    """Give a peer its own Inductor and Triton cache, so that none runs on another's artefacts."""
+    names = {
+        "TORCHINDUCTOR_CACHE_DIR": str(root / peer / "inductor"),
+        "TRITON_CACHE_DIR": str(root / peer / "triton"),
+    }
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def set_count(one_set_bytes: int, device: torch.device) -> int:
+    """How many input sets rotate: enough to pass the L2 on a GPU; on a CPU three."""
+    if device.type != "cuda":
+        return 3
+    return max(3, min(MAX_SETS, math.ceil(1.5 * L2_BYTES / max(one_set_bytes, 1))))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def first_call(fn: Callable[..., Any], args: Sequence[Any], device: torch.device) -> float:
+    """Seconds of the first call: compiling, tuning and one run."""
+    synchronize(device)
+    start = time.perf_counter()
+    fn(*args)
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Leave NaN in the memory that the next outputs of this size get, so that an unwritten element shows."""
+    held = [torch.full(tuple(shape), float("nan"), dtype=dtype, device=device) for _ in range(3)]
+    synchronize(device)
+    del held
+
+
+def peak_bytes(fn: Callable[..., Any], args: Sequence[Any], device: torch.device) -> int | None:
+    """Device memory one call takes beyond what is already held; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    fn(*args)
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def replay_time(
+    fn: Callable[..., Any],
+    sets: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    budget_s: float = 0.2,
+) -> Timing:
+    """Time without launch cost: CUDA-graph replay on a GPU, plain calls on a CPU.
+
+    The timer disables torch functions; a callable compiled with them enabled would compile again under its guards.
+    """
+
+    def enabled(*args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return fn(*args)
+
+    return time_callable(enabled, sets, device, budget_s=budget_s)
+
+
+def launch_time(
+    fn: Callable[..., Any],
+    sets: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    budget_s: float = 0.15,
+) -> Timing:
+    """Time of single calls with an empty queue, so guards, Python and launches count."""
+    for args in sets[:2]:
+        fn(*args)
+    synchronize(device)
+    times_us: list[float] = []
+    end = time.monotonic() + budget_s
+    while len(times_us) < 5 or (time.monotonic() < end and len(times_us) < 500):
+        args = sets[len(times_us) % len(sets)]
+        if device.type == "cuda":
+            start_event = torch.cuda.Event(enable_timing=True)
+            end_event = torch.cuda.Event(enable_timing=True)
+            start_event.record()
+            fn(*args)
+            end_event.record()
+            end_event.synchronize()
+            times_us.append(1e3 * start_event.elapsed_time(end_event))
+        else:
+            start = time.perf_counter_ns()
+            fn(*args)
+            times_us.append((time.perf_counter_ns() - start) / 1e3)
+    ordered = sorted(times_us)
+    at = [ordered[min(len(ordered) - 1, int(p * len(ordered)))] for p in (0.5, 0.2, 0.8)]
+    return Timing(at[0], at[1], at[2], len(ordered), "launch")
+
+
+def choose_planes(batch: int, heads: int, seq: int, seed: int) -> list[tuple[int, int]]:
+    """The (batch, head) planes the oracle is evaluated on: all while cheap, else six, first and last among them."""
+    every = [(b, h) for b in range(batch) for h in range(heads)]
+    if len(every) * seq * seq <= 2**27:
+        return every
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(every), generator=generator).tolist()
+    return [every[i] for i in sorted({0, len(every) - 1, *order[:4]})]
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, planes: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Masked attention in fp64 on some planes: ``[len(planes), S, D]``; keep bool ``[S, S]``."""
+    from stof_compile.kernels.reference import attention_reference
+
+    rows = []
+    for b, h in planes:
+        q64, k64, v64 = (t[b : b + 1, h : h + 1].double() for t in (q, k, v))
+        out = attention_reference(q64, k64, v64, keep=keep[None, None])
+        out = out[0] if isinstance(out, tuple) else out
+        rows.append(out[0, 0])
+    return torch.stack(rows)
+
+
+def pick_planes(out: Tensor, planes: Sequence[tuple[int, int]]) -> Tensor:
+    """The same planes of an output ``[B, H, S, D]``."""
+    return torch.stack([out[b, h] for b, h in planes])

@@ -1,0 +1,70 @@
+"""The child process: one cell of one command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+import torch
+from results import log_path, read_rows
+
+
+def work(args: argparse.Namespace) -> int:
+    """Measure the cell named by ``--worker`` (with ``--warm-worker``: only compile it)."""
+    device = torch.device(args.device)
+    if args.command == "attention":
+        _attention(args, device)
+    elif args.command == "e2e":
+        from e2e import run_e2e
+
+        run_e2e(args, device)
+    elif args.command == "mask":
+        from maskbuild import run_step
+
+        if args.warm_worker is None:
+            run_step(args, device)
+    elif args.command == "overhead":
+        from overhead import run_step as run_overhead
+
+        if args.warm_worker is None:
+            run_overhead(args, device)
+    else:
+        from roofline import load_ceilings
+
+        print(json.dumps(asdict(load_ceilings(args.out.with_suffix(".json"), device)), indent=1))
+    return 0
+
+
+def _attention(args: argparse.Namespace, device: torch.device) -> None:
+    from attention import Paths, run_cell, warm_cell
+    from cases import GRIDS
+    from sweep import parse_axes, run_sweep, warm_sweep
+
+    cell = next(c for c in GRIDS[args.grid] if c.name == args.worker)
+    paths = Paths(args.out, args.caches)
+    peers = args.peers.split(",") if args.peers else []
+    rows = [r for r in read_rows(args.out) if r["cell"] == cell.name]
+    if args.sweep:
+        axes = parse_axes(args.axes)
+        if args.warm_worker is not None:
+            warm_sweep(cell, device, paths, args.seed, args.kernel, axes, args.warm_worker)
+        else:
+            done = [f"{r['form']}:{r['config']}" for r in rows if r["kernel"] == args.kernel]
+            run_sweep(cell, device, paths, args.seed, args.kernel, axes, done)
+    elif args.warm_worker is not None:
+        warm_cell(cell, device, paths, args.seed, peers)
+    else:
+        missing = [
+            r
+            for r in read_rows(log_path(args.out))
+            if r["kind"] == "missing" and r["cell"] == cell.name
+        ]
+        run_cell(
+            cell,
+            device,
+            paths,
+            args.seed,
+            [(r["peer"], r["variant"]) for r in (*rows, *missing)],
+            peers,
+        )

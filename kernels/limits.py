@@ -1,0 +1,51 @@
+"""What a GPU holds, by capability, and a model of what a tile needs: configs are pruned before a launch."""
+
+import torch
+
+# Shared memory one program may use, bytes, by CUDA compute capability.
+_SHARED_BYTES = {
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (10, 3): 232448,
+    (12, 0): 101376,
+    (12, 1): 101376,
+}
+_SHARED_BYTES_HIP = 65536
+
+# fp32 accumulator values a thread may hold beside addresses and masks; beyond it registers spill.
+# Products of fp32 operands run on the ordinary units and hold their operands in registers too.
+_VALUES_PER_THREAD = 130
+_VALUES_PER_THREAD_FP32 = 40
+
+
+def shared_memory_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory a program may use on a device; the smallest known one if unknown."""
+    if torch.version.hip is not None:
+        return _SHARED_BYTES_HIP
+    return _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
+
+
+def shared_memory_bytes(
+    block_q: int, block_k: int, block_d: int, block_dv: int, stages: int, itemsize: int
+) -> int:
+    """Shared memory of one program: the query tile, ``stages`` tiles of k and v, their mask words."""
+    operands = (block_q * block_d + stages * block_k * (block_d + block_dv)) * itemsize
+    return operands + stages * (block_q * block_k // 8 + 16)
+
+
+def fits_registers(
+    block_q: int, block_k: int, block_dv: int, num_warps: int, itemsize: int
+) -> bool:
+    """Whether accumulator, scores and weights of a tile stay in registers."""
+    values = block_q * block_dv + 1.5 * block_q * block_k
+    limit = _VALUES_PER_THREAD_FP32 if itemsize == 4 else _VALUES_PER_THREAD
+    return values / (32 * num_warps) <= limit
+
+
+def tf32_allowed() -> bool:
+    """Whether the user lets fp32 matrix products of torch use TF32."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

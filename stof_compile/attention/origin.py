@@ -1,0 +1,204 @@
+"""Where the keys of an attention come from: the queries' own sequence, another one, or a cache.
+
+Decides whether a site is cross-attention, and which absolute position its first query row has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.fx import Graph, Node
+
+from stof_compile.node_ops import (
+    VIEWS,
+    argument,
+    is_inplace,
+    is_module_tensor,
+    operation,
+    raw_name,
+    same_size,
+    shape_of,
+    storage_base,
+    tensor_meta,
+)
+from stof_compile.static_values import is_size
+
+# A projection ends the local computation of q or k; the residual stream continues through everything else.
+PROJECTIONS = frozenset({"linear", "addmm", "matmul", "bmm", "mm", "baddbmm", "embedding", "scaled_dot_product_attention"})
+CACHE_WRITES = frozenset({"index_copy", "index_put", "setitem", "copy", "slice_scatter", "scatter", "index_add"})
+
+
+@dataclass(frozen=True)
+class QueryOffset:
+    """Absolute position of the query rows.
+
+    Args:
+        kind: "length": row i stands at i + k_len - q_len. "position": row i stands at ``node[i]`` (or ``value + i``).
+            "unknown": cannot be told, see ``reason``.
+        value: the offset when it is a plain number.
+        node: tensor of positions [Q] (or a single one) for a preallocated cache.
+        reason: why it is unknown, or where it comes from.
+    """
+
+    kind: Literal["length", "position", "unknown"]
+    value: int | None = None
+    node: Node | None = None
+    reason: str = ""
+
+
+def key_writes(graph: Graph, key: Node, reader: Node) -> list[Node]:
+    """Writes into the memory of the keys that happen before they are read."""
+    base = _memory(key)
+    found = []
+    for node in graph.nodes:
+        if node is reader:
+            break
+        if is_inplace(node) and node.args and isinstance(node.args[0], Node) and storage_base(node.args[0]) is base:
+            found.append(node)
+    functional = base if operation(base) in CACHE_WRITES else None
+    return found + ([functional] if functional is not None and functional not in found else [])
+
+
+def _memory(node: Node) -> Node:
+    """Storage base, seen through the copies a repeated or cast key makes."""
+    while True:
+        base = storage_base(node)
+        if operation(base) in ("repeat_interleave", "clone", "repeat", "mul") and isinstance(base.args[0], Node):
+            node = base.args[0]
+        else:
+            return base
+
+
+def query_offset(graph: Graph, q: Node, k: Node, reader: Node, k_axis: int = -2) -> QueryOffset:
+    """Tell the position of the first query row from how the keys were made.
+
+    Args:
+        graph: graph. q, k: queries [B, H, Q, D] and keys [B, H, K, D].
+        reader: the node that reads the keys. k_axis: sequence axis of ``k``.
+    """
+    q_shape, k_shape = shape_of(q), shape_of(k)
+    if q_shape is None or k_shape is None:
+        return QueryOffset("unknown", reason="sizes of queries or keys are unknown")
+    writes = key_writes(graph, k, reader)
+    base = _memory(k)
+    if not writes:
+        q_len, k_len = q_shape[-2], k_shape[k_axis]
+        difference = k_len - q_len if isinstance(q_len, int) and isinstance(k_len, int) else None
+        if same_size(q_len, k_len):
+            difference = 0
+        if base.op == "placeholder" and difference != 0:
+            return QueryOffset("length", difference, reason="keys are an input of the graph; taken to end with the queries")
+        return QueryOffset("length", difference)
+    positions = [_written_position(node) for node in writes]
+    found = next((p for p in positions if p is not None), None)
+    if found is None:
+        return QueryOffset("unknown", reason=f"keys are written by '{writes[-1].name}' at a place that cannot be told")
+    value, node = found
+    if value is None and node is None:
+        return QueryOffset("unknown", reason=f"keys are written by '{writes[-1].name}' at a place that cannot be told")
+    return QueryOffset("position", value, node, f"position of '{writes[-1].name}' in the preallocated cache")
+
+
+def _written_position(node: Node) -> tuple[int | None, Node | None] | None:
+    """Where a write puts the new keys: a number, a tensor of positions, or None."""
+    name = operation(node)
+    if name == "index_copy":
+        index = argument(node, 2, "index")
+        return (None, index) if isinstance(index, Node) else None
+    if name in ("index_put", "setitem"):
+        indices = argument(node, 1, "indices")
+        entries = indices if isinstance(indices, list | tuple) else (indices,)
+        nodes = [i for i in entries if isinstance(i, Node) and tensor_meta(i) is not None]
+        if len(nodes) == 1:
+            meta = tensor_meta(nodes[0])
+            integer = meta is not None and not meta.is_floating_point() and meta.dtype != torch.bool and meta.dim() <= 1
+            return (None, nodes[0]) if integer else None
+        bounds = [i for i in entries if isinstance(i, slice) and (i.start is not None or i.stop is not None)]
+        if len(bounds) == 1 and not nodes:
+            return _position_of(bounds[0].start)
+    if name == "slice_scatter":
+        return _position_of(argument(node, 3, "start"))
+    if name == "copy":  # cache[:, :, a:b].copy_(new)
+        target = node.args[0]
+        if isinstance(target, Node) and operation(target) == "getitem":
+            entries = target.args[1] if isinstance(target.args[1], tuple) else (target.args[1],)
+            bounds = [i for i in entries if isinstance(i, slice) and (i.start is not None or i.stop is not None)]
+            return _position_of(bounds[0].start) if len(bounds) == 1 else None
+        if isinstance(target, Node) and operation(target) == "narrow":
+            return _position_of(argument(target, 2, "start"))
+    return None
+
+
+def _position_of(start: object) -> tuple[int | None, Node | None] | None:
+    if start is None:
+        return (0, None)
+    if isinstance(start, int):
+        return (start, None)
+    return (None, start) if isinstance(start, Node) else None
+
+
+def is_cross(graph: Graph, q: Node, k: Node, reader: Node) -> bool:
+    """Whether keys and queries come from different sequences.
+
+    Both are followed back to their projection and on through the residual stream. Self-attention shares a node there
+    (also when the keys pass through a cache), cross-attention shares none.
+    """
+    near = _stream(graph, q, reader, deep=False) & _stream(graph, k, reader, deep=False)
+    return not near and not (_stream(graph, q, reader, deep=True) & _stream(graph, k, reader, deep=True))
+
+
+def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]:
+    """Activations the sequence of q or k is made of: its projection's input and, if ``deep``, what adds up to it."""
+    seen: set[Node] = set()
+    stack, crossed = [(start, False)], set()
+    while stack:
+        node, projected = stack.pop()
+        if (node, projected) in crossed:
+            continue
+        crossed.add((node, projected))
+        name = operation(node)
+        if projected and tensor_meta(node) is not None:
+            seen.add(node)
+            if not deep:
+                continue
+        if node.op == "placeholder":
+            if not is_module_tensor(node):
+                seen.add(node)
+                if not projected:
+                    stack.extend((w, False) for w in key_writes(graph, node, reader))
+            continue
+        if node.op not in ("call_function", "call_method") or is_size(node):
+            continue
+        if name in CACHE_WRITES:
+            stack.extend((a, projected) for a in _new_values(node))
+            continue
+        if name in PROJECTIONS:
+            if projected:
+                continue  # the end of this stretch of the stream: kept as a landmark, not entered
+            stack.extend((a, True) for a in node.all_input_nodes if _is_activation(a))
+            continue
+        if _is_positional(node):
+            continue
+        stack.extend((a, projected) for a in node.all_input_nodes if _is_activation(a) or operation(node) in VIEWS)
+    return {node for node in seen if not _is_shared_constant(node)}
+
+
+def _new_values(node: Node) -> list[Node]:
+    return [a for a in node.all_input_nodes if a is not node.args[0] and _is_activation(a)]
+
+
+def _is_activation(node: Node) -> bool:
+    meta = tensor_meta(node)
+    return meta is None or (meta.is_floating_point() and not is_module_tensor(node))
+
+
+def _is_positional(node: Node) -> bool:
+    """Rotary tables and other trigonometry do not belong to a sequence."""
+    return operation(node) in ("cos", "sin", "arange", "outer", "polar") or raw_name(node) == "get_attr"
+
+
+def _is_shared_constant(node: Node) -> bool:
+    meta = tensor_meta(node)
+    return meta is None or meta.dim() < 2

@@ -1,0 +1,176 @@
+"""The command line: ``stof doctor | demo | explain | cache``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stof_compile import store
+from stof_compile.demo import DemoSettings, make_console, run_demo
+from stof_compile.device import DeviceFacts, device_facts
+from stof_compile.dump import versions
+from stof_compile.errors import StofError, StofPlanError
+from stof_compile.explanation import explain_dump
+from stof_compile.measure import time_callable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 fine, 1 something is missing, 2 a wrong call."""
+    arguments = _parser().parse_args(argv)
+    console = make_console()
+    try:
+        status: int = arguments.run(arguments, console)
+    except StofError as error:
+        Console(stderr=True).print(f"stof: {escape(str(error.args[0]))}", highlight=False)
+        return 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stof", description="sparse attention for torch.compile: tools around the backend"
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    doctor = commands.add_parser("doctor", help="check this machine and the installation")
+    doctor.set_defaults(run=_doctor)
+
+    defaults = DemoSettings()
+    demo = commands.add_parser("demo", help="run a real encoder with and without STOF")
+    demo.add_argument("--model", type=Path, metavar="DIR", help="local Hugging Face directory")
+    demo.add_argument("--tokens", type=int, default=defaults.tokens, help="default %(default)s")
+    demo.add_argument("--device", help="cpu or cuda; default: cuda if there is one")
+    demo.add_argument(
+        "--dump-dir", type=Path, default=defaults.dump_dir, help="default %(default)s"
+    )
+    demo.set_defaults(run=_demo)
+
+    explain = commands.add_parser("explain", help="print what a dump says")
+    explain.add_argument("dump", type=Path, help="folder given as dump_dir, or one graph of it")
+    explain.set_defaults(run=_explain)
+
+    cache = commands.add_parser("cache", help="show or delete what was measured before")
+    cache.add_argument("action", choices=("ls", "clear"))
+    cache.add_argument("--dir", type=Path, help="folder given as cache_dir; default: the user's")
+    cache.set_defaults(run=_cache)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace, console: Console) -> int:
+    settings = DemoSettings(
+        model_dir=arguments.model,
+        tokens=arguments.tokens,
+        device=arguments.device,
+        dump_dir=arguments.dump_dir,
+    )
+    run_demo(settings, console)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace, console: Console) -> int:
+    explanation = explain_dump(arguments.dump)
+    if not explanation.graphs:
+        raise StofPlanError(
+            f"{arguments.dump} holds no dump; write one with options={{'dump_dir': ...}}"
+        )
+    console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _cache(arguments: argparse.Namespace, console: Console) -> int:
+    root = arguments.dir or store.default_root()
+    if arguments.action == "clear":
+        console.print(f"{store.clear(root)} entries deleted in {root}", markup=False)
+        return 0
+    table = Table(title=escape(str(root)))
+    for column in ("environment", "kind", "key", "bytes"):
+        table.add_column(column, overflow="fold")
+    count = 0
+    for entry in store.entries(root):
+        table.add_row(
+            escape(entry.environment), entry.kind, escape(entry.key), str(entry.size_bytes)
+        )
+        count += 1
+    if count:
+        console.print(table)
+    else:
+        console.print(f"nothing stored in {root}", markup=False)
+    return 0
+
+
+# -- doctor ---------------------------------------------------------------------------------------
+
+
+def _doctor(arguments: argparse.Namespace, console: Console) -> int:
+    names = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    for name, version in versions().items():
+        console.print(f"{name} {version}", highlight=False)
+    for name in names:
+        _print_device(console, device_facts(name), name)
+    problems = _problems(torch.cuda.is_available())
+    for problem in problems:
+        console.print(f"problem: {problem}", markup=False, highlight=False)
+    if not problems:
+        console.print("all there: try `stof demo`", markup=False, highlight=False)
+    return 1 if problems else 0
+
+
+def _print_device(console: Console, facts: DeviceFacts, name: str) -> None:
+    units = "multiprocessors" if facts.is_cuda else "threads"
+    copy_gb_s, matmul_tflops = _ceilings(name, facts.is_cuda)
+    line = (
+        f"{name}: {facts.name}, {facts.runtime}, {facts.arch}, {facts.units} {units}; measured: "
+        f"copy {copy_gb_s:.0f} GB/s, matrix product {matmul_tflops:.2f} TFLOP/s"
+    )
+    if facts.is_cuda:
+        line += (
+            f"; {facts.shared_memory_bytes} B shared memory, {facts.memory_bytes / 2**30:.0f} GiB"
+        )
+    console.print(line, markup=False, highlight=False)
+
+
+def _ceilings(device: str, is_cuda: bool) -> tuple[float, float]:
+    """Copy rate (read + written) in GB/s, and matrix rate in TFLOP/s (fp16 on CUDA, else fp32)."""
+    size, edge = (2**30, 8192) if is_cuda else (2**26, 1024)
+    dtype = torch.float16 if is_cuda else torch.float32
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = time_callable(lambda: target.copy_(source), [()], device)
+    left = torch.randn(edge, edge, dtype=dtype, device=device)
+    product = time_callable(lambda: left @ left, [()], device)
+    return 2 * size / copied.median_us / 1e3, 2 * edge**3 / product.median_us / 1e6
+
+
+def _problems(has_gpu: bool) -> list[str]:
+    problems = []
+    if "stof" not in torch._dynamo.list_backends(exclude_tags=()):
+        problems.append(
+            'torch.compile does not see backend="stof": install the package (pip install -e .)'
+        )
+    if not has_gpu and not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
+        problems.append("no C++ compiler: Inductor needs one on a CPU (apt install g++)")
+    for package in ("triton", "tilelang"):
+        if has_gpu and importlib.util.find_spec(package) is None:
+            problems.append(f"{package} is missing: GPU kernels need it (pip install {package})")
+    root = store.default_root()
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(parent, os.W_OK):
+        problems.append(f"{root} cannot be written to: give options={{'cache_dir': ...}}")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

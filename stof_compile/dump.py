@@ -1,0 +1,355 @@
+"""The record of one compiled graph: what was found, chosen and why, as text and JSON.
+
+The backend fills a :class:`Record` while it works; ``explain`` prints it, :func:`write_dump` puts
+it on disk. Everything in it is plain data, so that a record outlives tensors and graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from stof_compile.errors import StofPlanError
+from stof_compile.plan import AttentionPlan, Candidate
+
+STAGES = ("captured", "normalized", "rewritten")
+FORMAT = 1
+
+
+@dataclass
+class SiteRecord:
+    """One place where attention was found, and what became of it.
+
+    Args:
+        name: module path of the site, root-relative.
+        form: how it was written: "sdpa", "softmax", "flex" or "stof".
+        status: "rewritten", or "kept" (left to PyTorch, the reason stands in ``notes``).
+        kernel: what runs there: the chosen kernel, or "sdpa" / "softmax" when kept.
+        source: the user's line of code.
+        shape: batch, q_heads, kv_heads, q_len, k_len, head_dim, dtype.
+        mask: the mask in words, for instance "bigbird(window=32, ...) & padding".
+        statistics: of the block mask: density, full_tiles, part_tiles, empty_tiles, ...
+        choice: the decision with its candidates, None when nothing was to be decided.
+        notes: reasons and remarks.
+    """
+
+    name: str
+    form: str
+    status: str
+    kernel: str
+    source: str = ""
+    shape: dict[str, Any] = field(default_factory=dict)
+    mask: str = "none"
+    statistics: dict[str, Any] = field(default_factory=dict)
+    choice: AttentionPlan | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The site as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SiteRecord:
+        """Rebuild a site from its JSON form."""
+        choice = data.get("choice")
+        plan = AttentionPlan.from_dict(choice) if choice else None
+        return SiteRecord(**{**data, "choice": plan})
+
+
+@dataclass
+class Record:
+    """What STOF did with one graph.
+
+    Args:
+        versions: of Python, torch, triton and stof-compile.
+        device: ``DeviceFacts.to_json()``.
+        options: ``StofOptions.to_json()``.
+        sites: every attention site.
+        near_misses: {"name", "node", "reason"}: looked like attention and was not taken.
+        fallbacks: {"where", "reason"}: left to PyTorch.
+        mask_paths: path of the option's mask -> names of the sites it matched in this graph.
+        graphs: stage ("captured", "normalized", "rewritten") -> readable Python.
+        timings_s: step -> seconds spent in the backend.
+        notes: remarks on the whole graph.
+        folder: where the dump was written, "" while it was not.
+    """
+
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    device: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    sites: list[SiteRecord] = field(default_factory=list)
+    near_misses: list[dict[str, str]] = field(default_factory=list)
+    fallbacks: list[dict[str, str]] = field(default_factory=list)
+    mask_paths: dict[str, list[str]] = field(default_factory=dict)
+    graphs: dict[str, str] = field(default_factory=dict)
+    timings_s: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    folder: str = ""
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether the option's mask makes the result differ from the model as written."""
+        return self.options.get("mask") is not None
+
+    def add_near_miss(self, name: str, node: str, reason: str) -> None:
+        """Note something that looked like attention and was not taken."""
+        self.near_misses.append({"name": name, "node": node, "reason": reason})
+
+    def add_fallback(self, where: str, reason: str) -> None:
+        """Note a part that is left to PyTorch."""
+        self.fallbacks.append({"where": where, "reason": reason})
+
+    def to_json(self) -> str:
+        """The record as indented JSON, without the graphs (they are files of their own)."""
+        body = dataclasses.asdict(self)
+        del body["graphs"]
+        body["changes_function"] = self.changes_function
+        return json.dumps({"format": FORMAT, **body}, indent=1)
+
+    @staticmethod
+    def from_json(text: str, graphs: Mapping[str, str] | None = None) -> Record:
+        """Rebuild a record.
+
+        Raises:
+            StofPlanError: the text is no record of this version.
+        """
+        try:
+            body = json.loads(text)
+            if body.pop("format") != FORMAT:
+                raise StofPlanError("the record was written by another version of STOF; dump again")
+            body.pop("changes_function", None)
+            sites = [SiteRecord.from_dict(site) for site in body.pop("sites")]
+            return Record(**body, sites=sites, graphs=dict(graphs or {}))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, StofPlanError):
+                raise
+            raise StofPlanError(f"not a record of STOF ({error!r}); dump again") from error
+
+    def summary(self) -> str:
+        """The record for people: one line per site, then decisions, misses and fallbacks."""
+        lines = [*_head(self), "", *_site_lines(self.sites)]
+        for title, part in (
+            ("decisions", _decision_lines(self.sites)),
+            ("near misses", [f"{m['name']}: {m['reason']}" for m in self.near_misses]),
+            ("left to PyTorch", [f"{f['where']}: {f['reason']}" for f in self.fallbacks]),
+            ("notes", self.notes),
+        ):
+            if part:
+                lines += ["", f"{title}:", *(f"  {line}" for line in part)]
+        return "\n".join(lines) + "\n"
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a decision depends on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "stof-compile"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def graph_text(gm: torch.fx.GraphModule) -> str:
+    """A graph as readable Python, shapes and dtypes beside each value."""
+    text: str = gm.print_readable(print_output=False)
+    return text
+
+
+def write_dump(record: Record, dump_dir: Path) -> Path:
+    """Write a record as ``<dump_dir>/graph_<n>_<hash>/``.
+
+    The folder appears complete or not at all. The hash names what was compiled (captured graph,
+    options, device), so that running the same program again replaces its own folders.
+    Returns:
+        The folder, which ``record.folder`` names too.
+    """
+    dump_dir = Path(dump_dir)
+    dump_dir.mkdir(parents=True, exist_ok=True)
+    identity = json.dumps([record.graphs.get("captured"), record.options, record.device])
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
+    with FileLock(dump_dir / ".lock"):
+        folder = _folder_for(dump_dir, digest)
+        record.folder = str(folder)
+        temporary = Path(tempfile.mkdtemp(dir=dump_dir, prefix=".new-"))
+        try:
+            for stage in STAGES:
+                if stage in record.graphs:
+                    text = f"# {stage} graph\n{record.graphs[stage].strip()}\n"
+                    (temporary / f"{stage}.py").write_text(text, encoding="utf-8")
+            (temporary / "record.json").write_text(record.to_json() + "\n", encoding="utf-8")
+            (temporary / "summary.txt").write_text(record.summary(), encoding="utf-8")
+            temporary.chmod(0o755)  # mkdtemp makes it private
+            if folder.exists():
+                old = Path(tempfile.mkdtemp(dir=dump_dir, prefix=".old-"))
+                os.replace(folder, old / folder.name)
+                os.replace(temporary, folder)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def read_dump(dump_dir: Path) -> list[Record]:
+    """Read all records below ``dump_dir`` (or the one of a single graph folder), in order.
+
+    Raises:
+        StofPlanError: a record is malformed.
+    """
+    dump_dir = Path(dump_dir)
+    folders = [dump_dir] if (dump_dir / "record.json").is_file() else _graph_folders(dump_dir)
+    records = []
+    for folder in folders:
+        graphs = {
+            stage: (folder / f"{stage}.py").read_text(encoding="utf-8")
+            for stage in STAGES
+            if (folder / f"{stage}.py").is_file()
+        }
+        text = (folder / "record.json").read_text(encoding="utf-8")
+        records.append(Record.from_json(text, graphs))
+    return records
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay rows out in columns of equal width, left-aligned, two spaces apart."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _head(record: Record) -> list[str]:
+    device = record.device.get("name", "unknown device")
+    names = " ".join(f"{name} {version}" for name, version in record.versions.items())
+    lines = [f"device: {device}", f"versions: {names}"]
+    if record.changes_function:
+        lines.append(
+            f"mask of the options: {record.options['mask']} (and-ed with the model's own: the "
+            "compiled model computes another function than the eager one)"
+        )
+    if record.timings_s:
+        steps = ", ".join(f"{step} {value:.2f} s" for step, value in record.timings_s.items())
+        lines.append(f"spent: {steps}")
+    return lines
+
+
+def _site_lines(sites: Sequence[SiteRecord]) -> list[str]:
+    if not sites:
+        return ["no attention found"]
+    rows: list[tuple[str, ...]] = [
+        ("site", "form", "kernel", "problem", "mask", "density", "tiles")
+    ]
+    for site in sites:
+        density = site.statistics.get("density")
+        kernel = site.kernel if site.status == "rewritten" else f"{site.kernel} (kept)"
+        rows.append(
+            (
+                site.name,
+                site.form,
+                kernel,
+                _problem(site.shape),
+                site.mask if len(site.mask) <= 60 else site.mask[:57] + "...",
+                "-" if density is None else f"{density:.3f}",
+                _tiles(site.statistics),
+            )
+        )
+    lines = align(rows)
+    for site in sites:
+        lines += [f"  {site.name}: {note}" for note in site.notes]
+    return lines
+
+
+def _problem(shape: Mapping[str, Any]) -> str:
+    if not shape:
+        return "-"
+    heads = str(shape.get("q_heads", "?"))
+    if shape.get("kv_heads", shape.get("q_heads")) != shape.get("q_heads"):
+        heads += f"/{shape['kv_heads']}"
+    lengths = f"{shape.get('q_len', '?')}x{shape.get('k_len', '?')}"
+    dtype = str(shape.get("dtype", "")).replace("torch.", "")
+    return f"B{shape.get('batch', '?')} H{heads} {lengths} D{shape.get('head_dim', '?')} {dtype}"
+
+
+def _tiles(statistics: Mapping[str, Any]) -> str:
+    if "part_tiles" not in statistics:
+        return "-"
+    counts = (statistics.get(f"{kind}_tiles", 0) for kind in ("full", "part", "empty"))
+    return "{} full, {} part, {} empty".format(*counts)
+
+
+def _decision_lines(sites: Sequence[SiteRecord]) -> list[str]:
+    # sites of equal problem share their decision: say it once, with the names
+    groups: dict[str, tuple[AttentionPlan, list[str]]] = {}
+    for site in sites:
+        if site.choice is not None:
+            key = json.dumps(site.choice.to_dict(), sort_keys=True)
+            groups.setdefault(key, (site.choice, []))[1].append(site.name)
+    lines: list[str] = []
+    for choice, names in groups.values():
+        where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        lines.append(f"{where}: {_spell(choice.kernel, choice.config)} ({choice.source})")
+        lines.append(f"  {choice.reason}")
+        rows = [_candidate_row(candidate) for candidate in choice.candidates]
+        lines += [f"    {line}" for line in align(rows)]
+    return lines
+
+
+def _candidate_row(candidate: Candidate) -> tuple[str, ...]:
+    time = "" if candidate.median_us is None else f"{candidate.median_us:.1f} us"
+    if candidate.p20_us is not None and candidate.p80_us is not None:
+        time += f" (p20 {candidate.p20_us:.1f}, p80 {candidate.p80_us:.1f})"
+    error = "" if candidate.error is None else f"error {candidate.error:.1e}"
+    return (
+        _spell(candidate.kernel, candidate.config),
+        candidate.status,
+        time,
+        error,
+        candidate.reason,
+    )
+
+
+def _spell(kernel: str, config: Sequence[int]) -> str:
+    return f"{kernel}[{','.join(map(str, config))}]" if config else kernel
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def _graph_folders(dump_dir: Path) -> list[Path]:
+    found = []
+    for folder in dump_dir.glob("graph_*"):
+        match = re.fullmatch(r"graph_(\d+)_[0-9a-f]{8}", folder.name)
+        if match and (folder / "record.json").is_file():
+            found.append((int(match.group(1)), folder))
+    return [folder for _, folder in sorted(found)]
+
+
+def _folder_for(dump_dir: Path, digest: str) -> Path:
+    folders = _graph_folders(dump_dir)
+    for folder in folders:
+        if folder.name.endswith(f"_{digest}"):
+            return folder
+    last = int(folders[-1].name.split("_")[1]) if folders else -1
+    return dump_dir / f"graph_{last + 1}_{digest}"

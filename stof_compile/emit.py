@@ -1,0 +1,98 @@
+"""Writing new nodes into a Dynamo graph, with true example values.
+
+New code is ordinary torch code called with proxies. Every node it leaves behind gets the fake result of running
+it, under the autocast regions that are open at that place, so that later passes read right shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from stof_compile.node_ops import raw_name
+
+
+def emit(graph: Graph, before: Node, like: Node, build: Callable[..., Any], *nodes: Node) -> list[Node]:
+    """Trace ``build`` in front of a node.
+
+    Args:
+        graph: graph to write to.
+        before: the new nodes are inserted in front of this one.
+        like: node whose module stack and source line the new nodes take over.
+        build: function of proxies; returns a proxy or a tuple of proxies.
+        nodes: arguments of ``build``.
+    Returns:
+        The nodes ``build`` returned.
+    """
+    tracer = GraphAppendingTracer(graph)
+    first = before.prev
+    with graph.inserting_before(before):
+        result = build(*(Proxy(node, tracer) for node in nodes))
+    added = []
+    node = first.next
+    while node is not before:
+        added.append(node)
+        node = node.next
+    with autocast_at(graph, before):
+        for node in added:
+            _adopt(node, like)
+    outputs = result if isinstance(result, list | tuple) else (result,)
+    return [out.node if isinstance(out, Proxy) else out for out in outputs]
+
+
+def _adopt(node: Node, like: Node) -> None:
+    for key in ("nn_module_stack", "source_fn_stack", "stack_trace"):
+        if key in like.meta:
+            node.meta.setdefault(key, like.meta[key])
+    value = fake_result(node)
+    if value is not None:
+        node.meta["example_value"] = value
+
+
+def fake_result(node: Node) -> Any:
+    """Run a node on the example values of its inputs under their fake mode; None when an input has no value."""
+    values: list[Any] = [n.meta.get("example_value") for n in node.all_input_nodes]
+    if any(value is None for value in values):
+        return None
+    mode = fake_mode_of(values)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    with mode if mode is not None else ExitStack(), torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_function" and callable(node.target):
+            return node.target(*args, **kwargs)
+    return None
+
+
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode the example values of a graph belong to.
+
+    Dynamo keeps another, newer mode in its tracing context while a backend runs; mixing the two is an error.
+    """
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+@contextmanager
+def autocast_at(graph: Graph, place: Node) -> Iterator[None]:
+    """Enter the autocast regions of the graph that are open at a node."""
+    open_regions: list[Node] = []
+    for node in graph.nodes:
+        if node is place:
+            break
+        if raw_name(node) == "_enter_autocast":
+            open_regions.append(node)
+        elif raw_name(node) == "_exit_autocast" and node.args[0] in open_regions:
+            open_regions.remove(node.args[0])  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        for node in open_regions:
+            device, dtype, enabled, cache = (*node.args, *(None,) * 4)[:4]
+            stack.enter_context(
+                torch.autocast(str(device), dtype=dtype, enabled=bool(enabled), cache_enabled=cache)  # type: ignore[arg-type]
+            )
+        yield

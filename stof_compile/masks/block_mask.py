@@ -1,0 +1,326 @@
+"""Block-sparse storage of a mask: which tiles are kept, and the bitmaps of the part tiles."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stof_compile.errors import StofMaskError
+from stof_compile.masks import bitmap
+from stof_compile.masks.assemble import Storage, assemble
+from stof_compile.masks.bands import BandRule
+from stof_compile.masks.spec import MaskSpec, digest
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """A mask on a grid of tiles; empty tiles are absent. All tensors are on one device.
+
+    Args:
+        q_len, k_len: lengths in tokens; R = ceil(q_len / block_q) tile rows.
+        block_q, block_k: tile edges in tokens.
+        planes: number of different planes stored.
+        q_offset: absolute position of the first query.
+        plane_map: int32 [Bm, Hm]; plane of (b, h) is ``plane_map[min(b, Bm-1), min(h, Hm-1)]``.
+        row_ptr: int32 [planes*R + 1]; row r of plane p is number p*R + r.
+        full_start: int32 [planes*R]; a row's part tiles are ``col_idx[row_ptr[i]:full_start[i]]``, its full tiles
+            ``col_idx[full_start[i]:row_ptr[i+1]]``, each ascending.
+        col_idx: int32 [nnz] tile columns.
+        bitmap_id: int32 [nnz] row of ``bitmap``; 0 for full tiles.
+        bitmap: int64 [U, (block_q/8) * (block_k/8)], one word per 8 x 8 elements: words column by column, bits row
+            by row, least significant first; equal tiles are stored once.
+        row_order: int32 [planes*R]; per plane, the rows 0..R-1 with the heaviest first.
+        band: arithmetic form valid on every part tile, or None.
+    Source: block-sparse storage of masks, STOF paper, section 4.2.1; one list per row instead of three.
+    """
+
+    q_len: int
+    k_len: int
+    block_q: int
+    block_k: int
+    planes: int
+    q_offset: int
+    plane_map: Tensor
+    row_ptr: Tensor
+    full_start: Tensor
+    col_idx: Tensor
+    bitmap_id: Tensor
+    bitmap: Tensor
+    row_order: Tensor
+    band: BandRule | None
+
+    # -- shape -----------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Tile rows of one plane."""
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def cols(self) -> int:
+        """Tile columns."""
+        return -(-self.k_len // self.block_k)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.row_ptr.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The seven tensors in the order the attention ops take them."""
+        return (
+            self.plane_map,
+            self.row_ptr,
+            self.full_start,
+            self.col_idx,
+            self.bitmap_id,
+            self.bitmap,
+            self.row_order,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    # -- statistics ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _counts(self) -> tuple[int, int, int, int]:
+        """Kept elements, part tiles and the largest and smallest row, over the stored planes; one host sync."""
+        if self.row_ptr.numel() <= 1:
+            return 0, 0, 0, 0
+        part = self._is_part()
+        per_bitmap = bitmap.popcount(self.bitmap)
+        part_kept = torch.where(part, per_bitmap[self.bitmap_id.long()], 0).sum() if self.bitmap.shape[0] else part.sum()
+        lengths = self.row_ptr.diff()
+        packed = torch.stack([part_kept, part.sum(), lengths.max().long(), lengths.min().long()])
+        kept, parts, longest, shortest = packed.tolist()
+        full = self.col_idx.numel() - parts
+        return kept + full * self.block_q * self.block_k, parts, longest, shortest
+
+    def _is_part(self) -> Tensor:
+        """Bool [nnz]."""
+        row = self._row_of_tile()
+        return torch.arange(self.col_idx.numel(), device=self.device) < self.full_start[row]
+
+    def _row_of_tile(self) -> Tensor:
+        """Int64 [nnz] row number, counted through all planes."""
+        number = torch.arange(self.row_ptr.numel() - 1, device=self.device)
+        return torch.repeat_interleave(number, self.row_ptr.diff().long(), output_size=self.col_idx.numel())
+
+    @property
+    def density(self) -> float:
+        """Kept elements / all elements, averaged over the stored planes."""
+        total = self.planes * self.q_len * self.k_len
+        return self._counts[0] / total if total else 0.0
+
+    @property
+    def part_tiles(self) -> int:
+        """Stored tiles with a bitmap, over all stored planes."""
+        return self._counts[1]
+
+    @property
+    def full_tiles(self) -> int:
+        """Stored tiles without a masked element, over all stored planes."""
+        return self.col_idx.numel() - self.part_tiles
+
+    @property
+    def empty_tiles(self) -> int:
+        """Absent tiles, over all stored planes."""
+        return self.planes * self.rows * self.cols - self.col_idx.numel()
+
+    @property
+    def max_row_tiles(self) -> int:
+        """Tiles of the longest row."""
+        return self._counts[2]
+
+    @property
+    def has_part(self) -> bool:
+        """True when some tile needs a mask."""
+        return self.part_tiles > 0
+
+    @property
+    def has_full(self) -> bool:
+        """True when some tile needs none."""
+        return self.full_tiles > 0
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """True when some tile row has no tile at all."""
+        return self.rows > 0 and self._counts[3] == 0
+
+    def statistics(self) -> dict[str, Any]:
+        """Facts of the mask as plain data, for choosing a kernel and for reports."""
+        return {
+            "q_len": self.q_len,
+            "k_len": self.k_len,
+            "block": [self.block_q, self.block_k],
+            "planes": self.planes,
+            "q_offset": self.q_offset,
+            "density": round(self.density, 6),
+            "full_tiles": self.full_tiles,
+            "part_tiles": self.part_tiles,
+            "empty_tiles": self.empty_tiles,
+            "max_row_tiles": self.max_row_tiles,
+            "has_empty_rows": self.has_empty_rows,
+            "bitmaps": self.bitmap.shape[0],
+            "band": None if self.band is None else self.band.as_ints(),
+            "nbytes": self.nbytes,
+        }
+
+    # -- identity --------------------------------------------------------------------------------------
+
+    @cached_property
+    def key(self) -> str:
+        """Identity as 32 hex digits, from the contents; the same on every device."""
+        parts = [str(getattr(self, field.name)) for field in fields(self) if field.type in ("int", "BandRule | None")]
+        parts += [digest(tensor) for tensor in self.tensors]
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, BlockMask) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask({self.q_len} x {self.k_len}, blocks {self.block_q} x {self.block_k}, {self.planes} plane(s), "
+            f"{self.col_idx.numel()} tiles kept, {self.device})"
+        )
+
+    # -- conversion ------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """Return the mask with its tensors on ``device``."""
+        if torch.device(device) == self.device:
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+        return BlockMask(**moved)
+
+    def to_dense(self) -> Tensor:
+        """Expand to bool [Bm, Hm, q_len, k_len]; memory of the whole matrix, for tests and small masks."""
+        rows, cols = self.rows, self.cols
+        tiles = torch.zeros(
+            (self.planes * rows, cols, self.block_q, self.block_k), dtype=torch.bool, device=self.device
+        )
+        row, col, part = self._row_of_tile(), self.col_idx.long(), self._is_part()
+        tiles[row[~part], col[~part]] = True
+        if self.bitmap.shape[0]:
+            content = bitmap.unpack(self.bitmap, self.block_q, self.block_k)
+            tiles[row[part], col[part]] = content[self.bitmap_id[part].long()]
+        dense = tiles.reshape(self.planes, rows, cols, self.block_q, self.block_k).transpose(2, 3)
+        dense = dense.reshape(self.planes, rows * self.block_q, cols * self.block_k)
+        return dense[self.plane_map.long()][..., : self.q_len, : self.k_len]
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the mask to a PNG; needs matplotlib."""
+        from stof_compile.masks.plot import plot_block_mask
+
+        return plot_block_mask(self, Path(path))
+
+
+def build_block_mask(
+    spec: MaskSpec,
+    q_len: int,
+    k_len: int,
+    block: int | tuple[int, int] = 64,
+    *,
+    q_offset: int = 0,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
+    """Evaluate a mask rule on a grid of tiles.
+
+    A tile is empty, part or full; only the last two are stored. The part beyond the lengths counts as masked, so
+    such a tile is never full.
+
+    Args:
+        spec: the rule; evaluated by tile where it can be, by element in mixed tiles only.
+        q_len, k_len: lengths in tokens; need not be multiples of the tile.
+        block: tile edge, or (query edge, key edge), in tokens; multiples of 8.
+        q_offset: absolute position of the first query.
+        batch, heads: the problem's sizes, for rules that differ by batch or head.
+        device: where to build.
+    Returns:
+        BlockMask with equal planes and equal tiles stored once.
+    Raises:
+        StofMaskError: impossible tile size, or a rule that doesn't exist at these lengths or plane counts.
+    """
+    block_q, block_k = (block, block) if isinstance(block, int) else block
+    for edge in (block_q, block_k):
+        if edge < 8 or edge % 8:
+            raise StofMaskError(f"tile edges are multiples of 8 tokens, got {block_q} x {block_k}")
+    if min(q_len, k_len, q_offset) < 0:
+        raise StofMaskError(f"lengths and offset can't be negative: q_len={q_len}, k_len={k_len}, q_offset={q_offset}")
+    batch_planes, head_planes = planes_of(spec, batch, heads)
+    # the caller may be tracing: a mask is made of real numbers
+    with _disable_current_modes(), torch.no_grad():
+        bound = spec.bind(q_len, k_len, q_offset, device).to(device)
+        shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)
+        storage = assemble(bound, shape, batch_planes, head_planes, torch.device(device))
+    return BlockMask(q_len, k_len, block_q, block_k, storage.planes, q_offset, *storage.tensors, storage.band)
+
+
+def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
+    """Number of (batch, head) planes of a rule in a problem of these sizes.
+
+    Raises:
+        StofMaskError: the rule was made for other sizes.
+    """
+    found = []
+    for what, planes, size in zip(("batch", "head"), spec.plane_shape(), (batch, heads), strict=True):
+        if planes not in (1, None, size):
+            raise StofMaskError(f"the mask has {planes} {what} planes, the problem has {what} size {size}: {spec!r}")
+        found.append(size if planes is None else planes)
+    return found[0], found[1]
+
+
+def cached_block_mask(
+    spec: MaskSpec,
+    q_len: int,
+    k_len: int,
+    block: int | tuple[int, int] = 64,
+    q_offset: int = 0,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
+    """Same as `build_block_mask`, remembering the 64 masks used last.
+
+    A mask asked for while a CUDA stream is capturing is kept for good: the captured graph reads its memory.
+    """
+    block = (block, block) if isinstance(block, int) else (block[0], block[1])
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    # the number of planes a rule has does not depend on sizes it ignores, so they must not split the cache
+    batch, heads = planes_of(spec, batch, heads)
+    arguments = (spec, q_len, k_len, block, q_offset, batch, heads, str(place))
+    capturing = place.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _pinned(*arguments) if capturing else _recent(*arguments)
+
+
+@lru_cache(maxsize=64)
+def _recent(
+    spec: MaskSpec, q_len: int, k_len: int, block: tuple[int, int], q_offset: int, batch: int, heads: int, device: str
+) -> BlockMask:
+    return build_block_mask(spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads, device=device)
+
+
+@lru_cache(maxsize=None)
+def _pinned(
+    spec: MaskSpec, q_len: int, k_len: int, block: tuple[int, int], q_offset: int, batch: int, heads: int, device: str
+) -> BlockMask:
+    return _recent(spec, q_len, k_len, block, q_offset, batch, heads, device)

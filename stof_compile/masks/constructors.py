@@ -1,0 +1,222 @@
+"""The functions users call to make a mask rule; they check their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stof_compile.errors import StofMaskError
+from stof_compile.masks import patterns, rules, tensor_rules
+from stof_compile.masks.random_tiles import RandomTiles
+from stof_compile.masks.spec import MaskSpec
+
+
+def dense() -> MaskSpec:
+    """Every query sees every key."""
+    return rules.Dense()
+
+
+def causal(lower_right: bool = False) -> MaskSpec:
+    """``k <= q`` on absolute positions.
+
+    Args:
+        lower_right: align the last query with the last key instead, whatever the offset.
+    """
+    return rules.LowerRight() if lower_right else rules.Band(None, 0)
+
+
+def sliding_window(w: int, causal: bool = False) -> MaskSpec:
+    """``|q - k| <= w`` tokens; causal: the last ``w`` positions, ``0 <= q - k < w``, as Hugging Face counts.
+
+    Raises:
+        StofMaskError: ``w`` is negative, or 0 with ``causal``.
+    """
+    _at_least("sliding_window", "w", w, 1 if causal else 0)
+    return rules.Band(1 - w, 0) if causal else rules.Band(-w, w)
+
+
+def global_tokens(n: int) -> MaskSpec:
+    """The first ``n`` positions see and are seen by every position."""
+    _at_least("global_tokens", "n", n, 0)
+    return patterns.GlobalTokens(n)
+
+
+def longformer(window: int, global_tokens: int) -> MaskSpec:
+    """``|q - k| <= window``, or either position among the first ``global_tokens``."""
+    _at_least("longformer", "window", window, 0)
+    _at_least("longformer", "global_tokens", global_tokens, 0)
+    return patterns.Longformer(window, global_tokens)
+
+
+def bigbird(
+    window: int,
+    global_tokens: int,
+    random_fill: float,
+    seed: int = 0,
+    random_block: int = 64,
+    max_len: int | None = None,
+    heads: int = 1,
+) -> MaskSpec:
+    """Longformer, and random tiles among those it leaves empty.
+
+    Args:
+        window, global_tokens: as in `longformer`, tokens.
+        random_fill: fraction of the empty tiles that is filled, 0..1.
+        seed: chooses the tiles; the same on every device.
+        random_block: edge of a random tile in tokens, independent of any kernel's tile.
+        max_len: longest sequence, needed when lengths grow (decoding): a shorter length then sees a prefix of the
+            same pattern.
+        heads: number of heads with random tiles of their own; 1 = shared.
+    """
+    _at_least("bigbird", "window", window, 0)
+    _at_least("bigbird", "global_tokens", global_tokens, 0)
+    _check_random("bigbird", random_fill, random_block, max_len, heads)
+    return patterns.BigBird(window, global_tokens, float(random_fill), seed, random_block, max_len, heads)
+
+
+def random_blocks(
+    fill: float, block: int = 64, seed: int = 0, max_len: int | None = None, heads: int = 1
+) -> MaskSpec:
+    """A fraction ``fill`` of all ``block`` x ``block`` tiles; the other arguments as in `bigbird`."""
+    _check_random("random_blocks", fill, block, max_len, heads)
+    return RandomTiles(float(fill), block, seed, max_len, heads)
+
+
+def longformer_ae(window: int, global_tokens: int) -> MaskSpec:
+    """Longformer as the STOF artifact generates it: a second global strip begins at half the length."""
+    _at_least("longformer_ae", "window", window, 0)
+    _at_least("longformer_ae", "global_tokens", global_tokens, 0)
+    return patterns.LongformerAE(window, global_tokens)
+
+
+def bigbird_ae(window: int, global_tokens: int, random_fill: float, seed: int = 0) -> MaskSpec:
+    """Bigbird as the STOF artifact generates it: points scattered in 32 x 32 blocks beside the diagonal."""
+    _at_least("bigbird_ae", "window", window, 0)
+    _at_least("bigbird_ae", "global_tokens", global_tokens, 0)
+    return patterns.BigBirdAE(window, global_tokens, float(random_fill), seed)
+
+
+def dilated(window: int, dilation: int, causal: bool = False) -> MaskSpec:
+    """Every ``dilation``-th position, ``window`` of them to each side; causal: to the left only, and the own one."""
+    _at_least("dilated", "window", window, 0)
+    _at_least("dilated", "dilation", dilation, 1)
+    return patterns.Dilated(window, dilation, causal)
+
+
+def strided(stride: int) -> MaskSpec:
+    """Causal: the last ``stride`` positions and every ``stride``-th position before them.
+
+    Source: strided attention, Sparse Transformer, section 4.3.
+    """
+    _at_least("strided", "stride", stride, 1)
+    return patterns.Strided(stride)
+
+
+def fixed(stride: int, summary: int = 1) -> MaskSpec:
+    """Causal: the own segment of ``stride`` positions and the last ``summary`` positions of every segment.
+
+    Source: fixed attention, Sparse Transformer, section 4.3.
+    """
+    _at_least("fixed", "stride", stride, 1)
+    if not 1 <= summary <= stride:
+        raise StofMaskError(f"fixed: summary is 1..stride ({stride}), got {summary}")
+    return patterns.Fixed(stride, summary)
+
+
+def block_diagonal(size: int) -> MaskSpec:
+    """Query and key lie in the same segment of ``size`` tokens."""
+    _at_least("block_diagonal", "size", size, 1)
+    return rules.BlockDiagonal(size)
+
+
+def document(ids: Tensor | Sequence[int]) -> MaskSpec:
+    """Query and key belong to the same document.
+
+    Args:
+        ids: integers [S] or [B, S], the document of each position; sorted ids are classified by tile.
+    """
+    table = torch.as_tensor(ids)
+    if table.dim() not in (1, 2) or table.is_floating_point() or table.is_complex() or not table.numel():
+        raise StofMaskError(f"document: ids are integers [S] or [B, S], got {table.dtype} {list(table.shape)}")
+    return tensor_rules.Document(table.detach().to(torch.int64))
+
+
+def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
+    """Documents packed one after the other.
+
+    Args:
+        cu_seqlens: integers [N + 1] ascending from 0: where each document begins, and the total length.
+    """
+    ends = torch.as_tensor(cu_seqlens).detach().to(torch.int64)
+    if ends.dim() != 1 or ends.numel() < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+        raise StofMaskError("from_cu_seqlens: expected integers [N + 1] ascending from 0, such as [0, 100, 250]")
+    lengths = ends.diff()
+    numbers = torch.arange(lengths.numel(), device=ends.device)
+    return document(torch.repeat_interleave(numbers, lengths))
+
+
+def prefix_lm(prefix: int) -> MaskSpec:
+    """Causal, with the first ``prefix`` tokens seen by every query."""
+    _at_least("prefix_lm", "prefix", prefix, 0)
+    return patterns.PrefixLM(prefix)
+
+
+def batch_prefix_lm(lengths: Tensor | Sequence[int]) -> MaskSpec:
+    """Causal, with a prefix of its own length, int [B] tokens, for every batch row."""
+    table = torch.as_tensor(lengths)
+    if table.dim() != 1 or table.is_floating_point():
+        raise StofMaskError(f"batch_prefix_lm: lengths are integers [B], got {table.dtype} {list(table.shape)}")
+    return causal() | tensor_rules.BatchPrefix(table.detach().to(torch.int64))
+
+
+def per_head(specs: Sequence[MaskSpec]) -> MaskSpec:
+    """Give every head a rule of its own; equal ones are stored once."""
+    if not specs or not all(isinstance(one, MaskSpec) for one in specs):
+        raise StofMaskError("per_head takes a non-empty sequence of mask rules, one per head")
+    return patterns.PerHead(tuple(specs))
+
+
+def rule(mask_mod: Callable[..., Tensor] | MaskSpec) -> MaskSpec:
+    """Wrap a FlexAttention ``mask_mod(b, h, q_idx, kv_idx) -> bool``.
+
+    The function is traced once; tensors it uses are captured.
+
+    Raises:
+        StofMaskError: the function can't be traced (it branches on values, or reads a tensor's value).
+    """
+    if isinstance(mask_mod, MaskSpec):
+        return mask_mod
+    from stof_compile.masks.opaque import trace_mask_mod
+
+    return trace_mask_mod(mask_mod)
+
+
+def from_tensor(mask: Tensor) -> MaskSpec:
+    """Wrap a dense mask; it holds at its own lengths only.
+
+    Args:
+        mask: bool [Q, K], [Bm, Q, K] or [Bm, Hm, Q, K], True = attend; sizes of 1 are shared.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise StofMaskError(f"from_tensor takes a bool tensor [Q, K], [B, Q, K] or [B, H, Q, K], got {got}")
+    full = mask.detach()
+    if full.dim() == 3:
+        full = full[:, None]
+    return tensor_rules.TensorRule(full.reshape((1,) * (4 - full.dim()) + tuple(full.shape)))
+
+
+def _at_least(name: str, argument: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise StofMaskError(f"{name}: {argument} is a whole number of at least {low}, got {value!r}")
+
+
+def _check_random(name: str, fill: float, block: int, max_len: int | None, heads: int) -> None:
+    if not 0 <= fill <= 1:
+        raise StofMaskError(f"{name}: the filled fraction is between 0 and 1, got {fill!r}")
+    _at_least(name, "the random tile", block, 1)
+    _at_least(name, "heads", heads, 1)
+    if max_len is not None:
+        _at_least(name, "max_len", max_len, 1)

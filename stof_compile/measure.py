@@ -1,0 +1,309 @@
+"""The only timer of STOF, and the correctness gate beside it.
+
+A GPU candidate is timed by replaying a CUDA graph of several calls over rotating input sets: no
+launch cost, no input that stays in the cache by luck. A CPU candidate is timed call by call. Both
+give the median and the 20th and 80th percentile of one call.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from stof_compile.errors import StofUnsupportedError
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], int]
+"""Nanoseconds of a steady clock; tests pass their own."""
+
+MIN_RUNS = 3
+MAX_RUNS = 1000
+SHORT_SAMPLE_NS = 50_000
+"""Shorter samples would show the clock and the Python loop."""
+
+GRAPH_US = 500.0
+"""Length of one graph replay, long against the 5 us resolution of events."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call.
+
+    Args:
+        median_us, p20_us, p80_us: microseconds.
+        runs: number of samples behind the percentiles.
+        method: "cuda-graph", "events (<why no graph>)" or "clock".
+    """
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    runs: int
+    method: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The timing as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Scale-free distance of a result from its reference.
+
+    Args:
+        max_rel: largest |out - ref| over the largest |ref|.
+        rms_rel: root mean square of out - ref over that of ref.
+        ok: both within :data:`TOLERANCE`, NaN and infinities in the same places.
+    """
+
+    max_rel: float
+    rms_rel: float
+    ok: bool
+
+
+TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
+    # (max_rel, rms_rel): twice the worst error of PyTorch's own attention (math, flash, and softmax
+    # with probabilities rounded to the dtype) against fp64: lengths 33-2048, head dims 16-256,
+    # unit-normal inputs, no mask / causal / random / narrow band
+    torch.float64: (1e-12, 1e-13),
+    torch.float32: (5e-6, 2e-6),
+    torch.float16: (1e-3, 6e-4),
+    torch.bfloat16: (8e-3, 5e-3),
+}
+
+
+def check_close(
+    out: torch.Tensor, ref64: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> ErrorReport:
+    """Compare a result with its reference.
+
+    Args:
+        out: any shape and device.
+        ref64: the same shape, fp64 (fp32 serves where fp64 is too large).
+        dtype: dtype the computation ran in; its row of :data:`TOLERANCE` decides.
+        scale: factor on the tolerance, for results of many operations.
+    Raises:
+        ValueError: shapes differ, or the dtype has no tolerance.
+    """
+    if out.shape != ref64.shape:
+        raise ValueError(f"result {tuple(out.shape)} and reference {tuple(ref64.shape)} differ")
+    if dtype not in TOLERANCE:
+        raise ValueError(f"no tolerance for {dtype}; known: {', '.join(map(str, TOLERANCE))}")
+    if out.numel() == 0:
+        return ErrorReport(0.0, 0.0, True)
+    out = out.detach().to(device=ref64.device, dtype=ref64.dtype)
+    ref64 = ref64.detach()
+    finite = ref64.isfinite()
+    same_where_not = torch.where(
+        finite, out.isfinite(), (out == ref64) | (out.isnan() & ref64.isnan())
+    )
+    zero = torch.zeros((), dtype=ref64.dtype, device=ref64.device)
+    ref64 = torch.where(finite, ref64, zero)
+    error = torch.where(finite & out.isfinite(), out - ref64, zero)
+    numbers = torch.stack(
+        [
+            same_where_not.all().to(ref64.dtype),
+            error.abs().amax(),
+            ref64.abs().amax(),
+            error.square().mean().sqrt(),
+            ref64.square().mean().sqrt(),
+        ]
+    )
+    same, error_max, ref_max, error_rms, ref_rms = numbers.tolist()  # one synchronisation
+    if not same:
+        return ErrorReport(float("inf"), float("inf"), False)
+    max_rel = error_max / ref_max if ref_max else error_max
+    rms_rel = error_rms / ref_rms if ref_rms else error_rms
+    allowed_max, allowed_rms = (scale * allowed for allowed in TOLERANCE[dtype])
+    return ErrorReport(max_rel, rms_rel, max_rel <= allowed_max and rms_rel <= allowed_rms)
+
+
+def time_callable(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    device: torch.device | str,
+    *,
+    budget_s: float = 0.2,
+    capture: bool = True,
+    clock: Clock = time.perf_counter_ns,
+) -> Timing:
+    """Time one call of ``fn``, without gradients.
+
+    The caller owns the inputs: a function that mutates them must be given copies. The state of the
+    random generators is the same afterwards. Works inside a ``torch.compile`` backend, where fake
+    and functional modes may be active: they are left for the duration.
+    Args:
+        fn: called as ``fn(*inputs)``; its result is dropped.
+        input_sets: tuples of arguments, used in turn, so that not all of them sit in the cache.
+        device: where ``fn`` runs.
+        budget_s: seconds to spend after warm-up; at least three samples are taken whatever they
+            cost.
+        capture: on CUDA, replay a graph of calls; False times single calls, launches included.
+        clock: for CPU samples.
+    Raises:
+        ValueError: no input set.
+        StofUnsupportedError: the current CUDA stream is being captured, where nothing can be timed.
+    """
+    if not input_sets:
+        raise ValueError("time_callable needs at least one set of inputs")
+    device = torch.device(device)
+    with real_tensors(), torch.no_grad():
+        if device.type != "cuda":
+            with torch.random.fork_rng(devices=[]):
+                return _time_on_cpu(fn, input_sets, budget_s, clock)
+        if torch.cuda.is_current_stream_capturing():
+            raise StofUnsupportedError(
+                "cannot time kernels while the current CUDA stream is being captured; call the "
+                "compiled model once before capturing a graph"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(index), torch.random.fork_rng(devices=[index]):
+            return _time_on_cuda(fn, input_sets, budget_s, capture)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Leave fake, functional and tracing modes, so that tensors made inside are real."""
+    from torch._guards import tracing
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(
+            tracing(None)
+        )  # a candidate that compiles must not join the outer trace
+        yield
+
+
+# -- CPU ------------------------------------------------------------------------------------------
+
+
+def _time_on_cpu(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    budget_s: float,
+    clock: Clock,
+) -> Timing:
+    budget_ns = budget_s * 1e9
+    spent = 0
+    for inputs in input_sets:
+        start = clock()
+        fn(*inputs)
+        last = clock() - start
+        spent += last
+        if spent > budget_ns:
+            break
+    calls = max(1, min(1000, SHORT_SAMPLE_NS // max(last, 1)))
+    samples: list[float] = []
+    spent = 0
+    turn = 0
+    while len(samples) < MIN_RUNS or (spent < budget_ns and len(samples) < MAX_RUNS):
+        start = clock()
+        for _ in range(calls):
+            fn(*input_sets[turn % len(input_sets)])
+            turn += 1
+        elapsed = clock() - start
+        spent += elapsed
+        samples.append(elapsed / calls / 1e3)
+    return _timing(samples, "clock")
+
+
+# -- CUDA -----------------------------------------------------------------------------------------
+
+
+def _time_on_cuda(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    budget_s: float,
+    capture: bool,
+) -> Timing:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for inputs in input_sets:  # compiles, picks library algorithms, fills the allocator
+            fn(*inputs)
+        stream.synchronize()
+        timing = None
+        reason = "single calls asked for"
+        if capture:
+            try:
+                timing = _time_replay(fn, input_sets, budget_s, stream)
+            except RuntimeError as error:  # something in fn cannot be captured, or failed in it
+                reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+                log.debug("timing without a CUDA graph: %s", reason)
+                torch.cuda.synchronize()
+        if timing is None:
+            turn = iter(_endless(input_sets))
+            rough_us = _event_samples(lambda: fn(*next(turn)), 1)[0]
+            samples = _event_samples(lambda: fn(*next(turn)), _runs(budget_s, rough_us))
+            timing = _timing(samples, f"events ({reason})")
+        stream.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
+    return timing
+
+
+def _time_replay(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    budget_s: float,
+    stream: torch.cuda.Stream,
+) -> Timing:
+    turn = iter(_endless(input_sets))
+    one_turn_us = _event_samples(lambda: [fn(*next(turn)) for _ in input_sets], 1)[0]
+    # whole turns over the input sets, so that every set counts the same
+    turns = max(1, min(round(GRAPH_US / max(one_turn_us, 1.0)), 200))
+    calls = turns * len(input_sets)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: other threads of the process may allocate meanwhile without spoiling the capture
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(turns):
+            for inputs in input_sets:
+                fn(*inputs)
+    graph.replay()
+    stream.synchronize()
+    one_us = _event_samples(graph.replay, 1)[0]
+    samples = _event_samples(graph.replay, _runs(budget_s, one_us))
+    return _timing([sample / calls for sample in samples], "cuda-graph")
+
+
+def _endless(input_sets: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    while True:
+        yield from input_sets
+
+
+def _event_samples(run: Callable[[], Any], runs: int) -> list[float]:
+    """Microseconds of each of ``runs`` calls on the current stream."""
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        run()
+        end.record()
+    torch.cuda.current_stream().synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def _runs(budget_s: float, sample_us: float) -> int:
+    return int(max(MIN_RUNS, min(MAX_RUNS, budget_s * 1e6 / max(sample_us, 1.0))))
+
+
+def _timing(samples_us: Sequence[float], method: str) -> Timing:
+    ordered = sorted(samples_us)
+    median, p20, p80 = (_percentile(ordered, share) for share in (0.5, 0.2, 0.8))
+    return Timing(median, p20, p80, len(ordered), method)
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

@@ -1,0 +1,107 @@
+"""Selection: Equation 1 as recovered, the measured choice under a fake timer, the store, forced kernels."""
+
+import pytest
+import torch
+
+from stof_compile import masks
+from stof_compile.attention import select
+from stof_compile.attention.problem import AttentionProblem, TensorMeta
+from stof_compile.attention.select import Budget, choose, paper_choice
+from stof_compile.errors import StofOptionError
+from stof_compile.measure import Timing
+from stof_compile.options import StofOptions
+from stof_compile.plan import Candidate, Plan
+from stof_compile.store import Store
+
+
+def problem(spec=None, length=64, **kwargs):
+    meta = TensorMeta((1, 2, length, 16), (2 * length * 16, 16, 32, 1), torch.float32)
+    return AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.25, **kwargs)
+
+
+@pytest.mark.parametrize("length", [64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("name", ["causal", "sliding", "longformer", "bigbird"])
+def test_equation_1_takes_block_for_the_masks_of_table_2(name, length):
+    width = int(length**0.5)
+    rules = {
+        "causal": masks.causal(),
+        "sliding": masks.sliding_window(width),
+        "longformer": masks.longformer(width, width),
+        "bigbird": masks.bigbird(width, width, 0.1),
+    }
+    assert paper_choice(rules[name], length, length)[0] == "block"
+
+
+def test_equation_1_takes_row_for_short_and_for_very_narrow_masks():
+    assert paper_choice(masks.causal(), 16, 16)[0] == "row"
+    assert paper_choice(masks.sliding_window(16, causal=True), 1024, 1024)[0] == "row"
+    assert paper_choice(masks.sliding_window(16), 2048, 2048)[0] == "row"
+    kernel, threshold = paper_choice(masks.sliding_window(32), 4096, 4096)
+    assert kernel == "block"
+    assert threshold == pytest.approx(0.0007, abs=1e-4)
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """Replace measuring by a table of microseconds; returns the list of what was measured."""
+    measured = []
+    times = {"sdpa": 100.0, "flex": 40.0, "gather": 60.0}
+
+    def fake(problem, kernel, config, generator):
+        measured.append(kernel)
+        return Candidate(kernel, config, "measured", times[kernel], times[kernel], times[kernel], 1e-6)
+
+    monkeypatch.setattr(select, "_measure", fake)
+    fake.times, fake.measured = times, measured
+    return fake
+
+
+def test_the_fastest_measured_kernel_wins_and_is_kept(timer, tmp_path):
+    store, options = Store(tmp_path, "here"), StofOptions()
+    first = choose(problem(masks.sliding_window(4)), options, store, Budget(60))
+    assert (first.kernel, first.source) == ("flex", "measured")
+    assert sorted(timer.measured) == ["flex", "gather", "sdpa"]
+    again = choose(problem(masks.sliding_window(4)), options, store, Budget(60))
+    assert (again.kernel, again.source) == ("flex", "store")
+    assert len(timer.measured) == 3
+
+
+def test_sdpa_wins_when_it_is_faster(timer, tmp_path):
+    timer.times["sdpa"] = 1.0
+    assert choose(problem(masks.causal()), StofOptions(), Store(tmp_path, "here"), Budget(60)).kernel == "sdpa"
+
+
+def test_a_spent_budget_keeps_what_was_measured_and_stores_nothing(timer, tmp_path):
+    now = iter([0.0, 0.0, 5.0, 20.0, 30.0, 40.0])
+    store = Store(tmp_path, "here")
+    plan = choose(problem(masks.sliding_window(4)), StofOptions(), store, Budget(10.0, clock=lambda: next(now)))
+    assert plan.source == "measured"
+    assert [c.status for c in plan.candidates].count("predicted") == 1
+    assert store.get("attention", problem(masks.sliding_window(4)).key) is None
+
+
+def test_budget_zero_asks_the_table(timer):
+    plan = choose(problem(masks.sliding_window(4)), StofOptions(tune_budget_s=0), None, Budget(0))
+    assert plan.source == "table"
+    assert timer.measured == []
+
+
+def test_a_plan_wins_over_everything(timer, tmp_path):
+    p = problem(masks.sliding_window(4))
+    made = choose(p, StofOptions(attention="gather"), None, Budget(0))
+    again = Plan.from_json(Plan("here", {p.key: made}).to_json())
+    replayed = choose(p, StofOptions(), Store(tmp_path, "here"), Budget(60), again)
+    assert (replayed.kernel, replayed.source) == ("gather", "plan")
+    assert timer.measured == []
+
+
+def test_forcing_a_kernel_the_device_lacks_is_an_option_error():
+    with pytest.raises(StofOptionError, match=r"attention='row' has no kernel for device 'cpu'"):
+        choose(problem(masks.causal()), StofOptions(attention="row"), None, Budget(0))
+
+
+def test_the_key_sees_statistics_not_contents():
+    one = problem(masks.sliding_window(4, causal=True))
+    assert one.key == problem(masks.sliding_window(4, causal=True)).key
+    assert one.key != problem(masks.sliding_window(8, causal=True)).key
+    assert one.key != problem(masks.sliding_window(4, causal=True), padding=True).key

@@ -1,0 +1,96 @@
+"""Who may import whom: modules import lower layers or their own folder (docs/architecture.md)."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"options", "errors", "device", "plan"}),
+    frozenset(
+        {"masks", "ops", "ops_cpu", "measure", "store", "capture", "normalize"}
+        | {"emit", "expand_multihead", "node_ops", "static_values"}  # parts of normalize, capture
+    ),
+    frozenset({"attention", "templates"}),
+    frozenset({"search"}),
+    frozenset({"inductor", "dump", "explanation", "report"}),
+    frozenset({"backend", "cli", "demo", "integrations"}),
+)
+OUTSIDE_KERNELS = {"torch", "triton", "tilelang"}
+STANDARD = sys.stdlib_module_names
+
+
+def layer_of(part: str) -> int | None:
+    for number, names in enumerate(LAYERS):
+        if part in names:
+            return number
+    return None
+
+
+def imported_modules(file: Path) -> list[tuple[int, str, bool]]:
+    """(line, dotted name, whether inside a function) of every import of a file."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        lazy = id(node) in inside
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, lazy) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative import"
+            if node.module == "stof_compile":
+                found += [(node.lineno, f"stof_compile.{a.name}", lazy) for a in node.names]
+            else:
+                found.append((node.lineno, str(node.module), lazy))
+    return found
+
+
+def package_files() -> list[Path]:
+    return sorted((ROOT / "stof_compile").rglob("*.py")) + sorted((ROOT / "templates").rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", package_files(), ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_go_down(file):
+    relative = file.relative_to(ROOT).with_suffix("").parts
+    part = relative[0] if relative[0] == "templates" else relative[1]
+    if part == "__init__":  # the public names
+        return
+    own = layer_of(part)
+    assert own is not None, f"{part} has no layer: give it one in tests/test_layers.py"
+    for line, name, lazy in imported_modules(file):
+        where = f"{file.relative_to(ROOT)}:{line} imports {name}"
+        if not name.startswith("stof_compile"):
+            root = name.split(".")[0]
+            assert root not in ("kernels", "templates"), where
+            assert root not in ("triton", "tilelang") or lazy, f"{where}: only inside a function"
+            continue
+        parts = name.split(".")
+        assert len(parts) > 1, f"{where}: import the module that defines the name"
+        target = parts[1]
+        if target == "kernels":
+            assert part in ("ops", "ops_cpu"), f"{where}: kernels are reached through ops"
+            continue
+        if target == part:
+            continue
+        other = layer_of(target)
+        assert other is not None, f"{where}: {target} has no layer"
+        assert other <= own, f"{where}: layer {own} must not know layer {other}"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda f: str(f.relative_to(ROOT))
+)
+def test_kernels_know_nothing_of_stof(file):
+    for line, name, _ in imported_modules(file):
+        root = name.split(".")[0]
+        own = name.startswith("stof_compile.kernels")
+        allowed = own or root in OUTSIDE_KERNELS or root in STANDARD
+        assert allowed, f"{file.relative_to(ROOT)}:{line} imports {name}"
