@@ -44,21 +44,12 @@ clean:
 
 # -- installation ---------------------------------------------------------------------------------
 
-# Without a GPU the CPU build of torch is wanted, which the default index does not have on Linux:
-# it comes from a local wheel folder if pip knows one, else from PyTorch's own index.
 $(VENV)/.installed-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); \
 	  sys.exit(0 if ok else "Python 3.10 to 3.13 is needed, %s is %d.%d: set PYTHON=..." % (sys.executable, *sys.version_info[:2]))'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip 'setuptools>=77'
-	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1; then \
-	  echo "installing torch $(TORCH) for CPU"; \
-	  $(PIP) install 'torch==$(TORCH)+cpu' 2>/dev/null || \
-	  $(PIP) install --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu'; \
-	else \
-	  echo "installing torch $(TORCH)"; \
-	  $(PIP) install 'torch==$(TORCH)'; \
-	fi
+	$(PIP) install 'torch==$(TORCH)'
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt

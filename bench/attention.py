@@ -1,7 +1,7 @@
 """One attention cell: build, check and time every variant of every peer; a row each.
 
-Runs in a process of its own (``run.py`` starts it), under ``no_grad``. A variant that fails or computes something else
-is a line of the log, never a row.
+Runs in a process of its own (``run.py`` starts it), under ``no_grad``. A variant that fails or
+computes something else is a line of the log, never a row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from stof_compile.dump import SiteRecord
 from stof_compile.measure import check_close
 
 FIELDS = (
-    "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype", "density", "tile_density",
-    "peer", "variant", "median_us", "p20_us", "p80_us", "runs", "method", "launch_us", "launch_p20_us", "launch_p80_us",
-    "compile_s", "peak_bytes", "max_rel", "rms_rel", "element_floor_us", "tile_floor_us", "tile_floor_share",
+    "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype",
+    "density", "tile_density",
+    "peer", "variant", "median_us", "p20_us", "p80_us", "runs", "method", "launch_us",
+    "launch_p20_us", "launch_p80_us",
+    "compile_s", "peak_bytes", "max_rel", "rms_rel", "element_floor_us", "tile_floor_us",
+    "tile_floor_share",
     "detail", "device", "torch", "triton", "stof", "date",
 )  # fmt: skip
 
@@ -52,7 +55,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What all variants of a cell share: mask, the check's inputs and fp64 answer, the rotating timing inputs."""
+    """What all variants of a cell share: mask, check inputs, fp64 answer, timing inputs."""
 
     keep: Tensor
     check_inputs: tuple[Tensor, Tensor, Tensor]
@@ -92,7 +95,7 @@ def run_cell(
     done: Iterable[tuple[str, str]] = (),
     only: Iterable[str] = (),
 ) -> None:
-    """Measure all variants of a cell that are not ``done`` yet; ``only`` restricts to some peers."""
+    """Measure the variants of a cell not ``done`` yet; ``only`` restricts to some peers."""
     ceilings = load_ceilings(paths.ceilings, device)
     prepared = prepare(cell, device, ceilings, seed)
     finished, peers = set(done), set(only)
@@ -100,7 +103,7 @@ def run_cell(
         if (variant.peer, variant.name) in finished or (peers and variant.peer not in peers):
             continue
         setup = Setup(cell, device, prepared.keep, paths.store)
-        with timing.own_caches(paths.caches, variant.peer):
+        with timing.own_caches(paths.caches, variant.peer, setup.store):
             _record(cell, variant, setup, prepared, paths)
 
 
@@ -118,7 +121,8 @@ def _record(cell: Cell, variant: Variant, setup: Setup, prepared: Prepared, path
         if row is not None:
             append_row(paths.out, FIELDS, row)
             say(
-                f"  {cell.name:22s} {variant.peer:13s} {variant.name:20s} {row['median_us']:10.1f} us  launch {row['launch_us']:10.1f} us  (compile {row['compile_s']:.1f} s)"
+                f"  {cell.name:22s} {variant.peer:13s} {variant.name:20s} {row['median_us']:10.1f}"
+                f" us  launch {row['launch_us']:10.1f} us  (compile {row['compile_s']:.1f} s)"
             )
 
 
@@ -174,7 +178,7 @@ def _check(attend: Attend, prepared: Prepared, device: torch.device) -> tuple[An
 
 
 def stof_choice(compiled: Attend) -> str:
-    """Kernel, config and source of every site of a callable compiled by STOF, from its own record."""
+    """Kernel, config and source of every site of a callable compiled by STOF."""
     import stof_compile
 
     return " | ".join(map(describe_site, stof_compile.explain(compiled).sites)) or "no site"
@@ -194,7 +198,8 @@ def warm_cell(
 ) -> None:
     """Compile every variant once beside other processes, so that the timed pass finds warm caches.
 
-    STOF's measured choices of this pass go to a store that nobody reads: they were taken on a busy GPU.
+    STOF's measured choices of this pass go to a store that nobody reads: they were taken on a busy
+    GPU.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     keep, inputs = dense_mask(cell, device), make_inputs(cell, device, generator)
@@ -205,12 +210,13 @@ def warm_cell(
         setup = Setup(
             cell, device, keep, paths.caches / f"warm-store-{cell.name.replace('/', '-')}"
         )
-        with timing.own_caches(paths.caches, variant.peer):
+        with timing.own_caches(paths.caches, variant.peer, setup.store):
             try:
                 timing.first_call(variant.build(setup), inputs, device)
             except PeerMissingError:
                 continue
             except Exception as failure:  # the timed pass meets it again and records it
                 say(
-                    f"  warm-up of {cell.name} {variant.peer} {variant.name}: {type(failure).__name__}: {str(failure)[:300]}"
+                    f"  warm-up of {cell.name} {variant.peer} {variant.name}: "
+                    f"{type(failure).__name__}: {str(failure)[:300]}"
                 )

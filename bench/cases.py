@@ -1,7 +1,8 @@
 """Workloads: which attention problems are measured, and their masks in every spelling a peer needs.
 
-Source: the four masks of Table 2 of the STOF paper with ``width = max(16, isqrt(S))`` for window and global tokens and
-10 % of the empty 64x64 tiles filled at random (BigBird), over the paper's three settings and 16x4096.
+Source: the four masks of Table 2 of the STOF paper with ``width = max(16, isqrt(S))`` for window
+and global tokens and 10 % of the empty 64x64 tiles filled at random (BigBird), over the paper's
+three settings and 16x4096.
 """
 
 from __future__ import annotations
@@ -154,10 +155,10 @@ def arithmetic_rule(cell: Cell) -> MaskMod:
 
 
 def dense_mask(cell: Cell, device: torch.device) -> Tensor:
-    """The mask as bool ``[S, S]``, True = attend; every peer and the oracle get exactly this function.
+    """The mask as bool ``[S, S]``, True = attend; what every peer and the oracle compute.
 
-    The arithmetic of this file is compared with STOF's rule, so a wrong rule cannot pass as a fast one; BigBird's
-    random tiles come from STOF's rule, as no formula of this file defines them.
+    The arithmetic of this file is compared with STOF's rule, so a wrong rule cannot pass as a fast
+    one; BigBird's random tiles come from STOF's rule, as no formula of this file defines them.
     """
     position = torch.arange(cell.seq, device=device)
     q, k = position[:, None], position[None, :]
@@ -174,7 +175,7 @@ def dense_mask(cell: Cell, device: torch.device) -> Tensor:
 
 
 def tile_fraction(keep: Tensor, block: int = 64) -> float:
-    """Elements of touched ``block x block`` tiles over all elements (ragged edges count what exists)."""
+    """Elements of touched ``block x block`` tiles over all elements."""
     seq = keep.shape[0]
     edge = -(-seq // block)
     padded = torch.zeros((edge * block, edge * block), dtype=torch.bool, device=keep.device)
@@ -186,7 +187,7 @@ def tile_fraction(keep: Tensor, block: int = 64) -> float:
 
 
 def random_tile_table(cell: Cell, keep: Tensor) -> Tensor:
-    """BigBird's random tiles as bool ``[tiles, tiles]``: full in the mask and empty in its arithmetic part."""
+    """BigBird's random tiles as bool ``[tiles, tiles]``: in the mask, not in its formula."""
     edge = -(-cell.seq // RANDOM_BLOCK)
     position = torch.arange(cell.seq, device=keep.device)
     zero = torch.zeros((), dtype=torch.int64, device=keep.device)

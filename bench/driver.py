@@ -1,8 +1,9 @@
-"""The parent process: which cells are left, one process each, caches warmed ahead, a summary last."""
+"""The parent process: which cells are left, one process each, a summary last."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def settle(args: argparse.Namespace) -> None:
     args.out = args.out.resolve()
     args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
-    args.warm = (8 if args.device == "cuda" else 0) if args.warm is None else args.warm
+    if args.warm is None:  # elsewhere the seconds of a cold compile are part of the result
+        args.warm = 8 if args.device == "cuda" and args.command == "attention" else 0
 
 
 def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
@@ -86,8 +88,16 @@ def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
     return [*command, "--worker", unit]
 
 
+def worker_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Attention peers compile one kernel each: Inductor's pool would cost more than it saves."""
+    environment = dict(os.environ)
+    if args.command in ("attention", "cpu"):
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    return environment
+
+
 def drive(args: argparse.Namespace) -> int:
-    """Run a command and print its summary; returns the number of cells that failed (100 at most)."""
+    """Run a command and print its summary; returns the number of failed cells, 100 at most."""
     if args.command == "report":
         for path in args.files:
             print(f"{path.name}\n{summary(path)}\n")
@@ -98,7 +108,8 @@ def drive(args: argparse.Namespace) -> int:
             path.unlink(missing_ok=True)
     units = pending_units(args)
     say(
-        f"{args.command} on {args.device}: {len(units)} cells to run, seed {args.seed}, rows to {args.out}, caches in {args.caches}"
+        f"{args.command} on {args.device}: {len(units)} cells to run, seed {args.seed}, rows to "
+        f"{args.out}, caches in {args.caches}"
     )
     started = time.monotonic()
     if args.warm > 0 and units:
@@ -108,7 +119,8 @@ def drive(args: argparse.Namespace) -> int:
         left = args.budget - (time.monotonic() - started)
         if left < 20:
             say(
-                f"budget of {args.budget:.0f} s spent: {len(units) - index} cells left; run again with --resume"
+                f"budget of {args.budget:.0f} s spent: {len(units) - index} cells left; run again "
+                "with --resume"
             )
             log_event(
                 args.out,
@@ -121,7 +133,8 @@ def drive(args: argparse.Namespace) -> int:
             )
             break
         say(
-            f"[{index + 1}/{len(units)}] {unit.name}: {unit.pending} to measure, {time.monotonic() - started:.0f} s spent"
+            f"[{index + 1}/{len(units)}] {unit.name}: {unit.pending} to measure, "
+            f"{time.monotonic() - started:.0f} s spent"
         )
         failed += run_unit(args, unit, min(left, args.cell_timeout))
     print(summary(args.out))
@@ -131,7 +144,8 @@ def drive(args: argparse.Namespace) -> int:
     seen: dict[str, list[str]] = {}
     for row in held:
         seen.setdefault(
-            f"{row['kind']} {row['peer']} {row['variant'] if len(held) < 40 else ''}: {(row['reason'].splitlines() or [''])[0][:120]}",
+            f"{row['kind']} {row['peer']} {row['variant'] if len(held) < 40 else ''}: "
+            f"{(row['reason'].splitlines() or [''])[0][:120]}",
             [],
         ).append(row["cell"])
     for text, cells in list(seen.items())[:20]:
@@ -142,7 +156,12 @@ def drive(args: argparse.Namespace) -> int:
 def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float) -> int:
     """Run one worker; 1 if it failed or took too long, which the log then says."""
     try:
-        done = subprocess.run(worker_command(args, unit.name), timeout=limit_s, check=False)
+        done = subprocess.run(
+            worker_command(args, unit.name),
+            env=worker_environment(args),
+            timeout=limit_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         log_event(
             args.out,
@@ -183,7 +202,7 @@ def warm(args: argparse.Namespace, units: Sequence[Unit]) -> None:
         while waiting and len(running) < args.warm:
             index, unit = waiting.pop(0)
             command = [*worker_command(args, unit.name), "--warm-worker", str(index)]
-            running.append((unit.name, subprocess.Popen(command)))
+            running.append((unit.name, subprocess.Popen(command, env=worker_environment(args))))
         time.sleep(0.2)
         still = []
         for name, process in running:
@@ -195,7 +214,7 @@ def warm(args: argparse.Namespace, units: Sequence[Unit]) -> None:
     say(f"  warm after {time.monotonic() - started:.0f} s")
 
 
-# -- what is left, and the summary ---------------------------------------------------------------------------------------
+# -- what is left, and the summary -----------------------------------------------------------------
 
 
 def pending_units(args: argparse.Namespace) -> list[Unit]:
@@ -229,7 +248,11 @@ def _attention_units(args: argparse.Namespace) -> list[Unit]:
     for row in read_rows(log_path(args.out)):
         if row["kind"] == "missing":
             done.setdefault(row["cell"], set()).add((row["peer"], row["variant"]))
-    if args.sweep:  # the worker knows its trials; a cell is offered again and skips what it has
+    if args.sweep:
+        from sweep import check_axes
+
+        check_axes(args.kernel, args.axes)
+        # the worker knows its trials; a cell is offered again and skips what it has
         return [Unit(cell.name, 1) for cell in cells]
     wanted = set(args.peers.split(",")) if args.peers else set()
     units = []

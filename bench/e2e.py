@@ -1,9 +1,10 @@
 """End to end: a whole model under a BigBird mask, compiled in each way.
 
-The mask reaches SDPA's peers as one 4-D bool tensor, FlexAttention as a block mask inside the model's attention
-function, STOF as a rule in its options. ``median_us`` is one call of the compiled model with an empty queue (plain
-timing, launches included); ``graph_us`` is the replay of a CUDA graph of it, which only modes without graphs of their
-own allow. Compiling and tuning stand apart in ``compile_s``.
+The mask reaches SDPA's peers as one 4-D bool tensor, FlexAttention as a block mask inside the
+model's attention function, STOF as a rule in its options. ``median_us`` is one call of the compiled
+model with an empty queue (plain timing, launches included), ``back_to_back_us`` a call in a row of
+calls, ``graph_us`` the replay of a CUDA graph of it, which only modes without graphs of their own
+allow. Compiling and tuning stand apart in ``compile_s``.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from attention import describe_site
 from cases import Cell, dense_mask, mask_spec, table2_cell
 from machine import conditions, version_of
 from models import FLEX_NAME, build_model, call_with_mask, make_tokens, register_flex
-from peers import SAFE, Setup, split_block_mask
+from peers import M64, SAFE, Setup, split_block_mask
 from results import append_row, log_event, read_rows, say
 from torch import Tensor
 
 FIELDS = (
     "cell", "model", "batch", "seq", "mask", "window", "global_tokens", "dtype", "density", "peer",
-    "median_us", "p20_us", "p80_us", "runs", "graph_us", "graph_method", "compile_s", "peak_bytes",
+    "median_us", "p20_us", "p80_us", "runs", "back_to_back_us",
+    "graph_us", "graph_method", "compile_s", "peak_bytes",
     "max_rel", "rms_rel", "detail", "device", "torch", "triton", "transformers", "stof", "date",
 )  # fmt: skip
 SHAPES = {"cuda": ("1x128", "8x512", "16x2048"), "cpu": ("1x128", "1x512", "1x1024")}
 SMOKE_SHAPES = ("1x128", "2x192")
-# whole models: rms error against fp64 that rounding explains (12 layers, layer norms renormalise it)
+# rms error of a whole model against fp64 that rounding explains
 MODEL_RMS = {torch.float16: 1e-2, torch.bfloat16: 8e-2, torch.float32: 1e-4}
 MODES = {"default": None, "ro": "reduce-overhead"}
 
@@ -95,7 +97,7 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
             continue
         setup = Setup(cell, device, keep, _store(args.caches, cell, warming))
         where = (args.out, cell.shape_name, way.name, args.model)
-        with timing.own_caches(args.caches, f"e2e-{way.attention}"):
+        with timing.own_caches(args.caches, f"e2e-{way.name}", setup.store):
             try:
                 call, compiled = compile_model(way, args.model, setup, args.seed)
                 compile_s = timing.first_call(call, (tokens,), device)
@@ -115,7 +117,8 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
         facts = _facts(args.model, cell, density, device)
         append_row(args.out, FIELDS, {**facts, **row, "compile_s": compile_s, "detail": detail})
         say(
-            f"  {cell.shape_name:9s} {way.name:16s} {row['median_us']:10.1f} us  (compile {compile_s:.1f} s)"
+            f"  {cell.shape_name:9s} {way.name:16s} {row['median_us']:10.1f} us  (compile "
+            f"{compile_s:.1f} s)"
         )
 
 
@@ -130,13 +133,13 @@ def compile_model(
     cell = setup.cell
     if way.attention == "flex":
         cuda = setup.device.type == "cuda"
-        tiles = {"BLOCK_M": 64, "BLOCK_N": 64} | SAFE if cuda else {}
+        tiles = M64 | SAFE if cuda else {}
         register_flex(split_block_mask(setup, 64 if cuda else 32), tiles, setup.device)
     implementation = FLEX_NAME if way.attention == "flex" else "sdpa"
     model = build_model(model_name, cell.seq, implementation, seed)
     model = model.to(setup.device, cell.torch_dtype)
     if way.attention == "stof":
-        options = {"mask": mask_spec(cell), "cache_dir": setup.store, "strict": True}
+        options = {"mask": mask_spec(cell), "cache_dir": setup.choices, "strict": True}
         options |= {"mode": way.mode} if way.mode else {}
         compiled = torch.compile(model, backend="stof", dynamic=False, options=options)
         return call_with_mask(compiled, None), compiled
@@ -146,7 +149,7 @@ def compile_model(
 
 
 def reference(name: str, cell: Cell, keep: Tensor, tokens: Tensor, seed: int) -> Tensor:
-    """The masked model in fp64, with the weights as the tested dtype rounds them; one sequence at a time."""
+    """The masked model in fp64 with the tested dtype's weights, one sequence at a time."""
     model = build_model(name, cell.seq, "sdpa", seed).to(cell.torch_dtype)
     model = model.to(device=tokens.device, dtype=torch.float64)
     mask = keep[None, None]
@@ -185,6 +188,7 @@ def _measure(
         "p20_us": plain.p20_us,
         "p80_us": plain.p80_us,
         "runs": plain.runs,
+        "back_to_back_us": timing.back_to_back_us(call, sets, device),
         "graph_us": graph.median_us if graph else "",
         "graph_method": graph.method if graph else "",
         "peak_bytes": peak,

@@ -1,7 +1,8 @@
 """Long block masks: build time and memory at 131,072 tokens, and attention over one.
 
-Build time is the median of five builds from a rule to a finished block mask on the device, synchronised, nothing cached;
-``peak_bytes`` is what the build took at its height, ``kept_bytes`` what the block mask holds.
+Build time is the median of five builds from a rule to a finished block mask on the device,
+synchronised, nothing cached; ``peak_bytes`` is what the build took at its height, ``kept_bytes``
+what the block mask holds.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
     from stof_compile.masks.spec import MaskSpec
 
 FIELDS = (
-    "cell", "seq", "median_ms", "first_ms", "p80_ms", "peak_bytes", "kept_bytes", "tiles_kept", "bytes_per_tile",
-    "density", "max_rel", "rms_rel", "launch_ms", "tile_floor_ms", "device", "torch", "triton", "stof", "date",
+    "cell", "seq", "median_ms", "first_ms", "p80_ms", "peak_bytes", "kept_bytes", "tiles_kept",
+    "bytes_per_tile",
+    "density", "max_rel", "rms_rel", "launch_ms", "tile_floor_ms", "device", "torch", "triton",
+    "stof", "date",
 )  # fmt: skip
 HEADS, HEAD_DIM = 32, 128
 
@@ -158,7 +161,7 @@ def _attend(
 
 
 def _band_oracle(q: Tensor, k: Tensor, v: Tensor, window: int, strip: int = 1024) -> Tensor:
-    """fp64 attention of one plane ``[S, D]`` under ``|q - k| <= window``, in strips over the keys they can see."""
+    """fp64 attention of one plane ``[S, D]`` under ``|q - k| <= window``, in strips of rows."""
     seq, scale = q.shape[0], q.shape[1] ** -0.5
     position = torch.arange(seq, device=q.device)
     rows = []

@@ -1,4 +1,4 @@
-"""Models for end-to-end runs: random weights from a seed, one builder per attention implementation."""
+"""Models for end-to-end runs, with random weights from a seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLEX_NAME = "bench_flex"
 
 
 def build_model(name: str, seq: int, attention: str, seed: int) -> nn.Module:
-    """An eval-mode fp32 encoder on the CPU; equal seeds give equal weights whatever ``attention`` is.
+    """An eval-mode fp32 encoder on the CPU; equal seeds give equal weights.
 
     Args:
         attention: transformers' ``attn_implementation``.
@@ -46,11 +46,11 @@ def make_tokens(name: str, batch: int, seq: int, seed: int, device: torch.device
     return torch.randint(0, vocabulary, (batch, seq), generator=generator).to(device)
 
 
-def register_flex(block_mask: BlockMask, options: dict[str, Any], device: torch.device) -> None:
+def register_flex(block_mask: BlockMask, options: Any, device: torch.device) -> None:
     """Make ``attn_implementation=FLEX_NAME`` call FlexAttention with this block mask.
 
-    On a CPU FlexAttention is compiled apart from the model: Inductor's CPU template cannot read a query
-    that is a view of a linear's output (torch 2.13), so it needs a graph break around it.
+    On a CPU FlexAttention is compiled apart from the model: Inductor's CPU template cannot read a
+    query that is a view of a linear's output (torch 2.13), so it needs a graph break around it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -82,7 +82,7 @@ def register_flex(block_mask: BlockMask, options: dict[str, Any], device: torch.
     AttentionMaskInterface.register(FLEX_NAME, no_mask)
 
 
-def call_with_mask(model: nn.Module, mask: Tensor | None) -> Callable[[Tensor], Tensor]:
+def call_with_mask(model: Callable[..., Any], mask: Tensor | None) -> Callable[[Tensor], Tensor]:
     """``tokens -> last hidden state``; the model's callable stays the compiled one."""
     if mask is None:
         return lambda tokens: model(input_ids=tokens).last_hidden_state

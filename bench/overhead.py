@@ -1,8 +1,9 @@
-"""Compile overhead: seconds of the first compiled call, STOF against plain torch.compile, choices cached.
+"""Compile overhead of STOF over plain torch.compile, with its choices cached.
 
-Every figure is a cold process. ``inductor-cold``: Inductor compiles from nothing, STOF's choices are in its store.
-``inductor-warm``: Inductor's caches are warm as well. Both ways get the same model and mask; imports, building the model
-and one small compiled function (which starts Inductor's workers) come before the clock.
+Every figure is a cold process. ``inductor-cold``: Inductor compiles from nothing, STOF's choices
+are in its store. ``inductor-warm``: Inductor's caches are warm as well. Both ways get the same
+model and mask; imports, building the model and one small compiled function (which starts Inductor's
+workers) come before the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from peers import Setup
 from results import append_row, say
 
 FIELDS = (
-    "cell", "model", "seq", "batch", "repeats", "compile_s", "stof_s", "overhead_percent", "all_compile_s", "all_stof_s",
+    "cell", "model", "seq", "batch", "repeats", "compile_s", "stof_s", "overhead_percent",
+    "all_compile_s", "all_stof_s",
     "device", "torch", "triton", "stof", "date",
 )  # fmt: skip
 STATES = ("inductor-cold", "inductor-warm")

@@ -1,7 +1,7 @@
-"""Peers: every way to run a masked attention, each at its best, behind one signature ``(q, k, v) -> out``.
+"""Peers: every way to run a masked attention, at its best, as ``(q, k, v) -> out``.
 
-A peer has one or more variants (settings); the best correct one counts. Masks, tables and block masks are prepared in
-``build``, outside the timed call.
+A peer has one or more variants (settings); the best correct one counts. Masks, tables and block
+masks are prepared in ``build``, outside the timed call.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ class PeerMissingError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a variant may use: the cell, its dense mask bool ``[S, S]``, and where STOF keeps its choices."""
+    """What a variant may use: the cell, its mask bool ``[S, S]``, STOF's store of choices."""
 
     cell: Cell
     device: torch.device
     keep: Tensor
     store: Path
+
+    @property
+    def choices(self) -> Path:
+        """STOF's folder in the store, where it also looks without being told."""
+        return self.store / "stof-compile"
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Variant:
     build: Callable[[Setup], Attend]
 
 
-# -- SDPA --------------------------------------------------------------------------------------------------------------
+# -- SDPA ------------------------------------------------------------------------------------------
 
 
 def _sdpa_mask(setup: Setup, backend: SDPBackend | None = None) -> Attend:
@@ -75,10 +80,10 @@ def _under(backend: SDPBackend, run: Attend) -> Attend:
     return forced
 
 
-# -- FlexAttention -----------------------------------------------------------------------------------------------------
+# -- FlexAttention ---------------------------------------------------------------------------------
 
 
-def _flex(block_mask: BlockMask, options: dict[str, Any]) -> Attend:
+def _flex(block_mask: BlockMask, options: Any) -> Attend:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,7 +118,8 @@ def table_rule(cell: Cell, keep: Tensor) -> MaskMod:
 def split_block_mask(setup: Setup, block: int) -> BlockMask:
     """Block mask of the whole rule, but only its arithmetic part evaluated inside partial blocks.
 
-    Right because BigBird's random tiles are whole blocks: FlexAttention never evaluates the rule in full blocks.
+    Right because BigBird's random tiles are whole blocks: FlexAttention never evaluates the rule in
+    full blocks.
     """
     assert RANDOM_BLOCK % block == 0, (
         f"random tiles of {RANDOM_BLOCK} are not whole blocks of {block}"
@@ -153,23 +159,21 @@ def _flex_flash(setup: Setup) -> Attend:
     return _flex(_block_mask(setup, rule, 128), {"BACKEND": "FLASH"})
 
 
-SAFE = {
-    "PRESCALE_QK": True,
-    "ROWS_GUARANTEED_SAFE": True,
-}  # every mask here keeps a key in each row
+SAFE = {"ROWS_GUARANTEED_SAFE": True}  # every mask here keeps a key in each row
+M64 = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
 def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
     """Settings an expert would try: (name, block size, kernel options)."""
-    m64 = {"BLOCK_M": 64, "BLOCK_N": 64}
     settings: list[tuple[str, int, dict[str, Any]]] = [
-        ("b64", 64, dict(m64)),
-        ("b64-safe", 64, m64 | SAFE),
-        ("b64-safe-s2", 64, m64 | SAFE | {"num_stages": 2}),
-        ("b64-safe-w8", 64, m64 | SAFE | {"num_warps": 8}),
-        ("b64-safe-tma", 64, m64 | SAFE | {"USE_TMA": True}),
+        ("b64", 64, dict(M64)),
+        ("b64-safe", 64, M64 | SAFE),
+        ("b64-safe-s2", 64, M64 | SAFE | {"num_stages": 2}),
+        ("b64-safe-w8", 64, M64 | SAFE | {"num_warps": 8}),
+        ("b64-safe-tma", 64, M64 | SAFE | {"USE_TMA": True}),
+        ("b64-safe-prescale", 64, M64 | SAFE | {"PRESCALE_QK": True}),
         ("b128-safe", 128, dict(SAFE)),
-        ("b128-m64-safe", 128, m64 | SAFE),
+        ("b128-m64-safe", 128, M64 | SAFE),
     ]
     if cell.mask == "causal":  # the only mask here whose partial and full blocks are one run each
         settings += [("b128-safe-contiguous", 128, SAFE | {"BLOCKS_ARE_CONTIGUOUS": True})]
@@ -178,16 +182,16 @@ def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
     return settings
 
 
-# -- STOF --------------------------------------------------------------------------------------------------------------
+# -- STOF ------------------------------------------------------------------------------------------
 
 
 def compile_with_stof(setup: Setup) -> Attend:
-    """What a user writes for a function: plain SDPA, the mask through options, the measured choice."""
+    """What a user writes: plain SDPA, the mask through options, the measured choice."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
-    options = {"mask": mask_spec(setup.cell), "cache_dir": setup.store, "strict": True}
+    options = {"mask": mask_spec(setup.cell), "cache_dir": setup.choices, "strict": True}
     return torch.compile(attend, backend="stof", dynamic=False, options=options)
 
 
@@ -197,7 +201,7 @@ def _stof_function(setup: Setup) -> Attend:
     return partial(stof_compile.sparse_attention, mask=mask_spec(setup.cell))
 
 
-# -- lists -------------------------------------------------------------------------------------------------------------
+# -- lists -----------------------------------------------------------------------------------------
 
 
 def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Rows on disk: CSV files that grow row by row and can be resumed, and the log of what did not become a row."""
+"""Rows on disk: CSV files that grow row by row, and the log of what did not become a row."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ def log_path(out: Path) -> Path:
 def log_event(
     out: Path, cell: str, peer: str, variant: str, kind: str, reason: str, *, loud: bool = True
 ) -> None:
-    """Record why something is no row: kind is ``missing`` | ``error`` | ``incorrect`` | ``note``."""
+    """Record why there is no row; kind is ``missing`` | ``error`` | ``incorrect`` | ``note``."""
     row = {"cell": cell, "peer": peer, "variant": variant, "kind": kind, "reason": reason[:600]}
     append_row(log_path(out), LOG_FIELDS, row)
     if loud:
         say(
-            f"  {kind}: {cell} {peer} {variant}: {reason.strip().splitlines()[0][:200] if reason.strip() else ''}"
+            f"  {kind}: {cell} {peer} {variant}: "
+            f"{reason.strip().splitlines()[0][:200] if reason.strip() else ''}"
         )
 
 

@@ -1,8 +1,9 @@
 """Ceilings of the device, measured, and the two floors of a masked attention.
 
-element floor = max(bytes of Q, K, V, O / bandwidth, kept elements x 4 D operations / rate); tile floor = the same with
-all elements of the touched 64x64 tiles. Bandwidth is a large copy (read + written); rate is the best dense attention
-kernel at that head dim, since no attention kernel reaches the rate of a plain matrix product.
+element floor = max(bytes of Q, K, V, O / bandwidth, kept elements x 4 D operations / rate); tile
+floor = the same with all elements of the touched 64x64 tiles. Bandwidth is a large copy (read +
+written); rate is the best dense attention kernel at that head dim, since no attention kernel
+reaches the rate of a plain matrix product.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Ceilings:
         return self.attention_tflops.get(str(head_dim), self.matmul_tflops) * 1e12
 
     def floor_us(self, cell: Cell, fraction: float) -> float:
-        """Microseconds below which a kernel that works on ``fraction`` of the elements cannot fall."""
+        """Least microseconds of a kernel that works on ``fraction`` of the elements."""
         memory = cell.moved_bytes / (self.copy_tb_s * 1e12)
         return 1e6 * max(memory, fraction * cell.dense_flop / self.rate(cell.head_dim))
 

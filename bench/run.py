@@ -1,12 +1,13 @@
 """Benchmarks: one command line, CSV out, a short summary last.
 
     python bench/run.py attention --grid table2 [--cells 16x2048,bigbird] [--resume] [--out FILE]
-    python bench/run.py attention --grid table2 --sweep [--axes "block_q=64;block_k=64;num_warps=4,8"]
+    python bench/run.py attention --grid table2 --sweep [--axes "block_q=64;num_warps=4,8"]
     python bench/run.py e2e --model bert-base [--cells 1x128,8x512,16x2048] [--resume]
     python bench/run.py cpu | mask | overhead | ceilings
     python bench/run.py report FILE...           # print the summary of CSV files again
 
-Every cell runs in a process of its own. Rows go to a CSV, everything that did not become a row to ``<out>.log.csv``.
+Every cell runs in a process of its own. Rows go to a CSV, everything that did not become a row to
+``<out>.log.csv``.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ def best_of(
 
 
 def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of each cell, in file order."""
+    """Rows of each cell, short cells first."""
     grouped: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda r: int(r["seq"])):
         grouped.setdefault(row["cell"], []).append(row)
     return grouped
 
@@ -73,8 +73,11 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
         return "no rows"
     first = rows[0]
     lines = [
-        f"{first['device']} · torch {first['torch']} · triton {first['triton']} · stof {first['stof']} · {time_field}, ms",
-        f"{'cell':21s} {'dens':>5s} {'SDPA+mask':>9s} {'flex dflt':>9s} {'expert':>9s} {'cuDNN':>9s} {'best peer':>9s} {'STOF':>9s} {'ratio':>6s} {'floor%':>6s}  best peer's setting / STOF's choice",
+        f"{first['device']} · torch {first['torch']} · triton {first['triton']} · stof "
+        f"{first['stof']} · {time_field}, ms",
+        f"{'cell':21s} {'dens':>5s} {'SDPA+mask':>9s} {'flex dflt':>9s} {'expert':>9s} "
+        f"{'cuDNN':>9s} {'best peer':>9s} {'STOF':>9s} {'ratio':>6s} {'floor%':>6s}  best peer's "
+        "setting / STOF's choice",
     ]
     for cell, group in by_cell(rows).items():
         stof = best_of(group, ("stof",), time_field)
@@ -90,7 +93,8 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
         setting = f"{peer.peer} {peer.variant}" if peer is not None else "-"
         times = " ".join(f"{_ms(best):>9s}" for best in (*shown, peer, stof))
         lines.append(
-            f"{cell:21s} {number(group[0], 'density'):5.3f} {times} {_ratio(peer, stof):6.2f} {100 * share:6.0f}  {setting} / {detail}"
+            f"{cell:21s} {number(group[0], 'density'):5.3f} {times} {_ratio(peer, stof):6.2f} "
+            f"{100 * share:6.0f}  {setting} / {detail}"
         )
     return "\n".join([*lines, means(rows, time_field)])
 
@@ -120,24 +124,30 @@ def mean_lines(against: dict[str, dict[str, float]]) -> list[str]:
         worst = min(ratios, key=lambda c: ratios[c])
         longer = geometric_mean(v for c, v in ratios.items() if _is_long(c))
         lines.append(
-            f"STOF against {name:12s}: geometric mean {geometric_mean(ratios.values()):.2f}x over {len(ratios)} cells, {longer:.2f}x at S>=2048, worst {ratios[worst]:.2f}x in {worst}"
+            f"STOF against {name:12s}: geometric mean {geometric_mean(ratios.values()):.2f}x over "
+            f"{len(ratios)} cells, {longer:.2f}x at S>=2048, worst {ratios[worst]:.2f}x in {worst}"
         )
     return lines
 
 
 def e2e_summary(rows: Sequence[Row]) -> str:
-    """Per cell and peer: median, launch-free time where it exists, error, compile seconds; then ratios."""
+    """Per cell and peer: median, graph time, error, compile seconds; then ratios."""
     if not rows:
         return "no rows"
     first = rows[0]
     lines = [
-        f"{first['device']} · torch {first['torch']} · transformers {first['transformers']} · stof {first['stof']} · {first['model']} {first['dtype']}, ms of a compiled call",
-        f"{'cell':10s} {'peer':16s} {'median':>8s} {'p20':>8s} {'p80':>8s} {'graph':>8s} {'rms err':>8s} {'compile s':>9s}",
+        f"{first['device']} · torch {first['torch']} · transformers {first['transformers']} · stof"
+        f" {first['stof']} · {first['model']} {first['dtype']}, ms of a compiled call",
+        f"{'cell':10s} {'peer':16s} {'median':>8s} {'p20':>8s} {'p80':>8s} {'row':>8s} "
+        f"{'graph':>8s} {'rms err':>8s} {'compile s':>9s}",
     ]
+    columns = ("median_us", "p20_us", "p80_us", "back_to_back_us", "graph_us")
     for cell, group in by_cell(rows).items():
         for r in sorted(group, key=lambda r: number(r, "median_us")):
+            times_ms = " ".join(f"{number(r, column) / 1e3:8.3f}" for column in columns)
             lines.append(
-                f"{cell:10s} {r['peer']:16s} {number(r, 'median_us') / 1e3:8.3f} {number(r, 'p20_us') / 1e3:8.3f} {number(r, 'p80_us') / 1e3:8.3f} {number(r, 'graph_us') / 1e3:8.3f} {number(r, 'rms_rel'):8.2g} {number(r, 'compile_s'):9.1f}"
+                f"{cell:10s} {r['peer']:16s} {times_ms} {number(r, 'rms_rel'):8.2g} "
+                f"{number(r, 'compile_s'):9.1f}"
             )
         times = {r["peer"]: number(r, "median_us") for r in group}
         stof = min((t for p, t in times.items() if p.startswith("stof")), default=float("nan"))

@@ -1,12 +1,14 @@
-"""Every config of a STOF kernel on one cell, timed directly: the data the decision table and tuning lists come from.
+"""Every config of a STOF kernel on one cell: what decision tables and tuning lists come from.
 
 Configs are the kernel's own list, or the product of axes given on the command line
-(``--axes "block_q=64;block_k=32,64;num_warps=4,8;loops=1,3,4,5"``; fields left out keep their default). The pseudo
-axis ``form`` chooses how part tiles are masked: ``band`` (arithmetic, where the mask has it) or ``bitmap``.
+(``--axes "block_q=64;block_k=32,64;num_warps=4,8;loops=1,3,4,5"``; fields left out keep their
+default). The pseudo axis ``form`` chooses how part tiles are masked: ``band`` (arithmetic, where
+the mask has it) or ``bitmap``.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import json
@@ -26,9 +28,12 @@ from stof_compile.masks.block_mask import BlockMask, build_block_mask
 from stof_compile.measure import check_close
 
 FIELDS = (
-    "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype", "density", "tile_density",
-    "kernel", "form", "config", "settings", "median_us", "p20_us", "p80_us", "runs", "compile_s", "max_rel", "rms_rel",
-    "element_floor_us", "tile_floor_us", "tile_floor_share", "statistics", "device", "torch", "triton", "stof", "date",
+    "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype",
+    "density", "tile_density",
+    "kernel", "form", "config", "settings", "median_us", "p20_us", "p80_us", "runs", "compile_s",
+    "max_rel", "rms_rel",
+    "element_floor_us", "tile_floor_us", "tile_floor_share", "statistics", "device", "torch",
+    "triton", "stof", "date",
 )  # fmt: skip
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 FORMS = ("band", "bitmap")
@@ -48,9 +53,8 @@ class Trial:
 
 
 def _kernel_module(kernel: str) -> Any:
-    from stof_compile.kernels import attention_blockwise, attention_rowwise
-
-    return {"block": attention_blockwise, "row": attention_rowwise}[kernel]
+    name = {"block": "attention_blockwise", "row": "attention_rowwise"}[kernel]
+    return importlib.import_module(f"stof_compile.kernels.{name}")
 
 
 def _config_type(kernel: str) -> Any:
@@ -73,23 +77,30 @@ def parse_axes(text: str) -> dict[str, list[str]]:
     return axes
 
 
+def check_axes(kernel: str, text: str) -> dict[str, list[str]]:
+    """Read the axes and see that each is a field of the kernel's config.
+
+    Raises:
+        SystemExit: one is not.
+    """
+    axes = parse_axes(text)
+    fields = _config_type(kernel)._fields
+    unknown = sorted(set(axes) - {"form", *fields})
+    if unknown:
+        raise SystemExit(
+            f"--axes: no field {', '.join(unknown)}; fields: form, {', '.join(fields)}"
+        )
+    return axes
+
+
 def trials(
     cell: Cell, kernel: str, axes: dict[str, list[str]], device: torch.device
 ) -> list[Trial]:
-    """All trials of a cell, without repeats.
-
-    Raises:
-        SystemExit: an axis is no field of the kernel's config.
-    """
+    """All trials of a cell, without repeats."""
     kind = _config_type(kernel)
     rest = dict(axes)
     forms = rest.pop("form", list(FORMS))
     if rest:
-        unknown = sorted(set(rest) - set(kind._fields))
-        if unknown:
-            raise SystemExit(
-                f"--axes: no field {', '.join(unknown)}; fields: form, {', '.join(kind._fields)}"
-            )
         combined = itertools.product(*(map(int, values) for values in rest.values()))
         configs = [tuple(kind(**dict(zip(rest, values, strict=True)))) for values in combined]
     else:
@@ -98,19 +109,23 @@ def trials(
 
 
 def listed_configs(cell: Cell, kernel: str, device: torch.device) -> Iterator[tuple[int, ...]]:
-    """The kernel's own configs for this head dim, dtype, device and (where it asks for them) mask facts."""
+    """The kernel's own configs for this problem.
+
+    What a mask has (part tiles, full tiles) depends on the tile, so the lists of several tiles are
+    joined.
+    """
     listing = _kernel_module(kernel).configs
+    wanted = inspect.signature(listing).parameters
     facts: dict[str, Any] = {
         "head_dim": cell.head_dim,
-        "value_dim": cell.head_dim,
         "dtype": cell.torch_dtype,
         "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0),
+        "q_len": cell.seq,
     }
-    if {"has_part", "has_full"} & set(inspect.signature(listing).parameters):
-        mask = build_block_mask(mask_spec(cell), cell.seq, cell.seq, 64, device=device)
+    for block in (32, 64, 128):
+        mask = build_block_mask(mask_spec(cell), cell.seq, cell.seq, block, device=device)
         facts |= {"has_part": mask.has_part, "has_full": mask.has_full}
-    wanted = inspect.signature(listing).parameters
-    yield from (tuple(c) for c in listing(**{k: v for k, v in facts.items() if k in wanted}))
+        yield from (tuple(c) for c in listing(**{k: v for k, v in facts.items() if k in wanted}))
 
 
 def fits(trial: Trial, kernel: str, mask: BlockMask) -> bool:
@@ -157,7 +172,8 @@ def run_sweep(
             if row["median_us"] < best:
                 best = row["median_us"]
                 say(
-                    f"  {cell.name:22s} {trial.name:36s} {best:9.1f} us  {100 * row['tile_floor_share']:3.0f} % of the tile floor"
+                    f"  {cell.name:22s} {trial.name:36s} {best:9.1f} us  "
+                    f"{100 * row['tile_floor_share']:3.0f} % of the tile floor"
                 )
 
 
@@ -176,19 +192,15 @@ def _band(mask: BlockMask) -> list[int]:
 
 
 def bind(kernel: str, trial: Trial, mask: BlockMask, scale: float) -> Any:
-    """The operator of a kernel as ``(q, k, v) -> out``."""
-    import stof_compile.ops  # noqa: F401  registers the operators
-
-    op = (
-        torch.ops.stof.attention_block.default
-        if kernel == "block"
-        else torch.ops.stof.attention_row.default
-    )
-    arrays = [getattr(mask, name) for name in MASK_FIELDS]
+    """A kernel's launcher as ``(q, k, v) -> out``."""
+    launch = getattr(_kernel_module(kernel), f"attention_{kernel}_forward")
+    arrays = tuple(getattr(mask, name) for name in MASK_FIELDS)
     band = _band(mask) if trial.form == "band" else []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return op(q, k, v, *arrays, None, None, scale, 0.0, 0, band, list(trial.config), False)[0]
+        return launch(q, k, v, arrays, None, None, scale, 0.0, 0, band, list(trial.config), False)[
+            0
+        ]
 
     return attend
 
@@ -237,7 +249,7 @@ def warm_sweep(
     axes: dict[str, list[str]],
     offset: int,
 ) -> None:
-    """Compile all trials of a cell beside other processes; ``offset`` rotates them, so cells share the work."""
+    """Compile the trials of a cell beside others; ``offset`` rotates them, so cells share work."""
     inputs = make_inputs(cell, device, torch.Generator(device=device).manual_seed(seed))
     listed = trials(cell, kernel, axes, device)
     start = offset * len(listed) // 8 % max(len(listed), 1)
@@ -250,5 +262,6 @@ def warm_sweep(
                     bind(kernel, trial, block_mask, cell.head_dim**-0.5)(*inputs)
             except Exception as failure:  # the timed pass meets it again and records it
                 say(
-                    f"  warm-up of {cell.name} {trial.name}: {type(failure).__name__}: {str(failure)[:160]}"
+                    f"  warm-up of {cell.name} {trial.name}: {type(failure).__name__}: "
+                    f"{str(failure)[:160]}"
                 )

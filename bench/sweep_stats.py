@@ -15,6 +15,8 @@ def sweep_summary(rows: Sequence[dict[str, str]]) -> str:
         group.sort(key=lambda r: float(r["median_us"]))
         for rank, row in enumerate(group[:3]):
             lines.append(
-                f"{cell if rank == 0 else '':22s} {float(row['median_us']):9.1f} us {100 * float(row['tile_floor_share']):3.0f} %  {row['kernel']} {row['form']:6s} {row['config']}  ({len(group)} trials)"
+                f"{cell if rank == 0 else '':22s} {float(row['median_us']):9.1f} us "
+                f"{100 * float(row['tile_floor_share']):3.0f} %  {row['kernel']} {row['form']:6s} "
+                f"{row['config']}  ({len(group)} trials)"
             )
     return "\n".join(lines) or "no rows"

@@ -1,11 +1,12 @@
 """How one callable is timed, checked and kept apart from its neighbours.
 
-Gates use CUDA-graph replay over rotating inputs (``stof_compile.measure``); the launch-included time of the same
-callable stands in a second column.
+Gates use CUDA-graph replay over rotating inputs (``stof_compile.measure``); the launch-included
+time of the same callable stands in a second column.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -24,11 +25,17 @@ MAX_SETS = 96
 
 
 @contextmanager
-def own_caches(root: Path, peer: str) -> Iterator[None]:
-    """Give a peer its own Inductor and Triton cache, so that none runs on another's artefacts."""
+def own_caches(root: Path, peer: str, store: Path | None = None) -> Iterator[None]:
+    """Give a peer its own Inductor and Triton cache, so that none runs on another's artefacts.
+
+    Args:
+        root: folder of all caches; peer: a name in it.
+        store: where STOF keeps measured choices, in place of the user's cache folder.
+    """
     names = {
         "TORCHINDUCTOR_CACHE_DIR": str(root / peer / "inductor"),
         "TRITON_CACHE_DIR": str(root / peer / "triton"),
+        "XDG_CACHE_HOME": str(root / "stof-store" if store is None else store),
     }
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
@@ -37,6 +44,9 @@ def own_caches(root: Path, peer: str) -> Iterator[None]:
         yield
     finally:
         torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -67,7 +77,7 @@ def first_call(fn: Callable[..., Any], args: Sequence[Any], device: torch.device
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Leave NaN in the memory that the next outputs of this size get, so that an unwritten element shows."""
+    """Leave NaN in the memory the next outputs get, so that an unwritten element shows."""
     held = [torch.full(tuple(shape), float("nan"), dtype=dtype, device=device) for _ in range(3)]
     synchronize(device)
     del held
@@ -93,7 +103,8 @@ def replay_time(
 ) -> Timing:
     """Time without launch cost: CUDA-graph replay on a GPU, plain calls on a CPU.
 
-    The timer disables torch functions; a callable compiled with them enabled would compile again under its guards.
+    The timer disables torch functions; a callable compiled with them enabled would compile again
+    under its guards.
     """
 
     def enabled(*args: Any) -> Any:
@@ -134,8 +145,20 @@ def launch_time(
     return Timing(at[0], at[1], at[2], len(ordered), "launch")
 
 
+def back_to_back_us(
+    fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device, calls: int = 20
+) -> float:
+    """Microseconds of a call in a row of calls: the larger of host and device time."""
+    synchronize(device)
+    start = time.perf_counter()
+    for turn in range(calls):
+        fn(*sets[turn % len(sets)])
+    synchronize(device)
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
 def choose_planes(batch: int, heads: int, seq: int, seed: int) -> list[tuple[int, int]]:
-    """The (batch, head) planes the oracle is evaluated on: all while cheap, else six, first and last among them."""
+    """The (batch, head) planes the oracle runs on: all while cheap, else six with both ends."""
     every = [(b, h) for b in range(batch) for h in range(heads)]
     if len(every) * seq * seq <= 2**27:
         return every

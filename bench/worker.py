@@ -39,14 +39,15 @@ def work(args: argparse.Namespace) -> int:
 def _attention(args: argparse.Namespace, device: torch.device) -> None:
     from attention import Paths, run_cell, warm_cell
     from cases import GRIDS
-    from sweep import parse_axes, run_sweep, warm_sweep
 
     cell = next(c for c in GRIDS[args.grid] if c.name == args.worker)
     paths = Paths(args.out, args.caches)
     peers = args.peers.split(",") if args.peers else []
     rows = [r for r in read_rows(args.out) if r["cell"] == cell.name]
     if args.sweep:
-        axes = parse_axes(args.axes)
+        from sweep import check_axes, run_sweep, warm_sweep
+
+        axes = check_axes(args.kernel, args.axes)
         if args.warm_worker is not None:
             warm_sweep(cell, device, paths, args.seed, args.kernel, axes, args.warm_worker)
         else:

@@ -2,13 +2,13 @@
 
     out[q] = sum over kept k of softmax_k(scale * <q, k> [softcap] [+ bias]) * v[k]
 
-The program walks the kept tiles of its row with an online softmax (fp32, base 2). What the mask does
-not have is absent from the compiled kernel: part tiles, full tiles, padding, bias, softcap, ragged
-edges, separate planes and each piece of a band.
+The program walks the kept tiles of its row with an online softmax (fp32, base 2). What the mask
+does not have is absent from the compiled kernel: part tiles, full tiles, padding, bias, softcap,
+ragged edges, separate planes and each piece of a band.
 
-Rows without keys need no guard when there is no bias: scores are finite, masked ones are -inf and the
-running maximum starts at a finite value, so exp2(-inf - maximum) is exactly 0 and the row ends with a
-sum of 0, for which 0 and a log-sum-exp of -inf are stored.
+Rows without keys need no guard when there is no bias: scores are finite, masked ones are -inf and
+the running maximum starts at a finite value, so exp2(-inf - maximum) is exactly 0 and the row ends
+with a sum of 0, for which 0 and a log-sum-exp of -inf are stored.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,10 @@ from .limits import (
     shared_memory_limit,
     tf32_allowed,
 )
-from .mask_tiles import band_bounds, band_tile, bitmap_tile, locate_program
+from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
 from .problem import (
     TileMask,
+    band_arguments,
     band_flags,
     broadcast_strides,
     check_problem,
@@ -76,15 +77,16 @@ def _attend_tiles(
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask."""
+    """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask."""
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)
     d_idx = tl.arange(0, BLOCK_D)
     dv_idx = tl.arange(0, BLOCK_DV)
-    # a 32-bit offset in the tile beside a scalar 64-bit tile address: half the registers of pointers
+    # a 32-bit offset in the tile beside a scalar 64-bit tile address: half the registers of
+    # pointers
     k_off = n_idx[:, None] * step_k + d_idx[None, :]
     v_off = n_idx[:, None] * step_v + dv_idx[None, :]
-    col_next = 0
+    col_next = begin
     if PREFETCH:
         col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
     for t in range(begin, end):
@@ -171,10 +173,16 @@ def _attention_block_kernel(
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads."""
-    b, h, base, row = locate_program(
-        plane_map, plane_stride_b, plane_stride_h, row_order, rows, batch_heads, heads, rows,
-        HEADS_FAST, SINGLE_PLANE, HEAVY_FIRST,
-    )  # fmt: skip
+    b, h, slot = split_program_id(rows, batch_heads, heads, HEADS_FAST)
+    # These loads stay in the kernel's own body: torch.compile decides from it what the kernel
+    # writes, follows a value loaded in a called function back to its tensor, and would clone that
+    # tensor.
+    base = 0
+    if not SINGLE_PLANE:
+        base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
+    row = slot
+    if HEAVY_FIRST:
+        row = tl.load(row_order + base + slot)
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     kv64 = (h // GROUP).to(tl.int64)
@@ -215,8 +223,8 @@ def _attention_block_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
     # Two loops, part tiles then full tiles; or one over both, because on short rows a second loop
-    # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with the
-    # mask neutralised on full tiles, 5 one loop with the mask under a branch.
+    # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with
+    # the mask neutralised on full tiles, 5 one loop with the mask under a branch.
     if LOOPS == 1 or LOOPS == 3:
         acc, total, maximum = _attend_tiles(
             acc, total, maximum, q_tile, start, middle, middle,
@@ -270,8 +278,8 @@ KERNELS = (_attention_block_kernel,)
 class BlockConfig(NamedTuple):
     """How the block-wise kernel is launched; a list of it is the operator's ``config`` argument.
 
-    ``loops`` and ``heavy_first`` must fit the mask: 1 promises that it has no full tile, 2 that it has
-    no part tile.
+    ``loops`` and ``heavy_first`` must fit the mask: 1 promises that it has no full tile, 2 that it
+    has no part tile.
     """
 
     block_q: int = 64  # query rows of a tile, as in the block mask
@@ -379,7 +387,8 @@ def attention_block_forward(
 
     Returns:
         out: logical [batch, heads, q_len, value_dim] in [batch, q_len, heads, value_dim] memory.
-        lse: fp32 [batch, heads, q_len], natural logarithm, -inf on rows without keys; [0] if not asked.
+        lse: fp32 [batch, heads, q_len], natural logarithm, -inf on rows without keys; [0] if not
+            asked.
 
     Raises:
         ValueError: an argument does not fit the others.
@@ -391,7 +400,6 @@ def attention_block_forward(
     if out.numel() == 0:
         return out.transpose(1, 2), lse
     p = problem
-    lo, hi, global_q, global_k, cap = band or (0, 0, 0, 0, 0)
     per_head = p.batch * p.heads
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, p.v)]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
@@ -408,7 +416,7 @@ def attention_block_forward(
             0 if p.key_keep is None else broadcast_strides(p.key_keep)[0],
             arrays.row_ptr if p.bias is None else p.bias, *bias_strides,
             per_head, p.heads, p.q_len, p.k_len, p.rows, q_offset,
-            lo, hi, global_q, global_k, cap,
+            *band_arguments(band),
             **score_constants(scale, softcap, p.bias is not None),
             HEAD_DIM=p.head_dim,
             VALUE_DIM=p.value_dim,

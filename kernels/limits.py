@@ -1,4 +1,4 @@
-"""What a GPU holds, by capability, and a model of what a tile needs: configs are pruned before a launch."""
+"""What a GPU holds and what a tile needs: configs are pruned by this before any launch."""
 
 import torch
 
@@ -32,7 +32,7 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 def shared_memory_bytes(
     block_q: int, block_k: int, block_d: int, block_dv: int, stages: int, itemsize: int
 ) -> int:
-    """Shared memory of one program: the query tile, ``stages`` tiles of k and v, their mask words."""
+    """Shared memory of a program: the query tile, ``stages`` tiles of k and v and mask words."""
     operands = (block_q * block_d + stages * block_k * (block_d + block_dv)) * itemsize
     return operands + stages * (block_q * block_k // 8 + 16)
 

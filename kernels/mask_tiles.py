@@ -1,26 +1,17 @@
 """Device functions that turn the stored mask of one tile into a boolean tile in registers.
 
 A part tile is masked either from its bitmap (64-bit words of 8x8 elements) or from arithmetic on
-positions (a band). Both are written so that the work per element is one or two comparisons; whatever
-depends only on the row of a tile is kept in vectors of one value per row.
+positions (a band). Both are written so that the work per element is one or two comparisons;
+whatever depends only on the row of a tile is kept in vectors of one value per row.
 """
 
 import triton
 import triton.language as tl
 
 
-
-
-
 @triton.jit
-def locate_program(
-    plane_map, plane_stride_b, plane_stride_h, row_order, slots, batch_heads, heads, rows,
-    HEADS_FAST: tl.constexpr, SINGLE_PLANE: tl.constexpr, HEAVY_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Map the program id to (batch, head, first tile row of the plane, slot, tile row).
-
-    ``slots`` is the number of work items per (batch, head): tile rows or query rows.
-    """
+def split_program_id(slots, batch_heads, heads, HEADS_FAST: tl.constexpr):
+    """Program id to (batch, head, slot); slots are tile rows or query rows, ``slots`` of them."""
     pid = tl.program_id(0)
     if HEADS_FAST:
         slot = pid // batch_heads
@@ -28,15 +19,7 @@ def locate_program(
     else:
         bh = pid // slots
         slot = pid % slots
-    b = bh // heads
-    h = bh % heads
-    base = 0
-    if not SINGLE_PLANE:
-        base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
-    row = slot
-    if HEAVY_FIRST:
-        row = tl.load(row_order + base + slot)
-    return b, h, base, row
+    return bh // heads, bh % heads, slot
 
 
 @triton.jit
@@ -45,9 +28,9 @@ def bitmap_tile(
 ):  # fmt: skip
     """Expand the bitmap of one tile to int32 [len(rows_in_tile), BLOCK_N], non-zero where kept.
 
-    Words are column-major in the tile and bits row-major in the 8x8, least significant first; read as
-    little-endian bytes, byte ``group * BLOCK_M + row`` therefore holds columns 8*group .. 8*group+7 of
-    ``row``. One byte is loaded per row and 8 columns, never one per element.
+    Words are column-major in the tile and bits row-major in the 8x8, least significant first; read
+    as little-endian bytes, byte ``group * BLOCK_M + row`` therefore holds columns 8*group ..
+    8*group+7 of ``row``. One byte is loaded per row and 8 columns, never one per element.
     """
     first = bitmap.to(tl.pointer_type(tl.uint8)) + tile_id.to(tl.int64) * (BLOCK_M * (BLOCK_N // 8))
     group = tl.arange(0, BLOCK_N // 8)
@@ -65,8 +48,8 @@ def band_bounds(
 ):  # fmt: skip
     """Key range of each query row under a band: (lower, upper, head), int32 [rows].
 
-    Row q keeps key k when lower <= k <= upper or k < head; the cap and the end of the keys are folded
-    into the bounds, so the tile needs no further comparison for them.
+    Row q keeps key k when lower <= k <= upper or k < head; the cap and the end of the keys are
+    folded into the bounds, so the tile needs no further comparison for them.
     """
     lower = q_pos * 0
     upper = lower + (k_len - 1)

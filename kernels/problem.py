@@ -1,14 +1,15 @@
 """Argument checks and launch facts that the attention launchers share."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# A piece of a band is absent when its number is at least this far from zero (global counts: when 0).
+# A piece of a band is absent when its number is at least this far from zero (global counts: when
+# 0).
 FAR = 1 << 30
 LOG2E = 1.4426950408889634
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,7 +20,8 @@ class TileMask(NamedTuple):
     """The arrays of a block mask, in the order of the operators' arguments.
 
     Tile row r of plane p is entry ``p * rows + r``; its part tiles are
-    ``col_idx[row_ptr[i]:full_start[i]]`` and its full tiles ``col_idx[full_start[i]:row_ptr[i + 1]]``.
+    ``col_idx[row_ptr[i]:full_start[i]]`` and its full tiles ``col_idx[full_start[i]:row_ptr[i +
+    1]]``.
     """
 
     plane_map: Tensor  # int32 [1 or batch, 1 or heads]
@@ -80,7 +82,9 @@ def check_problem(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require(tensor.dim() == 4, f"{name} must be [batch, heads, length, dim]", tensor.shape)
         _require(tensor.dtype in DTYPES, f"{name} must be fp16, bf16 or fp32", tensor.dtype)
-        _require(tensor.dtype == q.dtype, f"{name} must have the dtype of q ({q.dtype})", tensor.dtype)
+        _require(
+            tensor.dtype == q.dtype, f"{name} must have the dtype of q ({q.dtype})", tensor.dtype
+        )
         _require(tensor.device == q.device, f"{name} must be on {q.device}", tensor.device)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, k_len = k.shape[1], k.shape[2]
@@ -102,11 +106,13 @@ def check_problem(
         )
     rows = -(-q_len // block_q)
     single_plane = _check_mask(mask, q, rows, block_q, block_k)
-    operands = [t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v)]
+    q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
     lanes = 16 // q.element_size()
-    aligned = all(stride % lanes == 0 for t in operands for stride in outer_strides(t))
+    aligned = all(stride % lanes == 0 for t in (q, k, v) for stride in outer_strides(t))
     return AttentionProblem(
-        *operands,
+        q=q,
+        k=k,
+        v=v,
         key_keep=_check_key_keep(key_keep, q, k_len),
         bias=_check_bias(bias, q, k_len),
         batch=batch,
@@ -135,7 +141,8 @@ def broadcast_strides(tensor: Tensor) -> list[int]:
 def empty_result(q: Tensor, value_dim: int, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Allocate the memory of out, [batch, q_len, heads, value_dim], and lse (fp32 [B,H,Q], or [0]).
 
-    Kernels get this memory itself, not the transposed view callers see: a write to a view costs a copy
+    Kernels get this memory itself, not the transposed view callers see: a write to a view costs a
+        copy
     when torch.compile makes the graph functional.
     """
     batch, heads, q_len, _ = q.shape
@@ -144,8 +151,13 @@ def empty_result(q: Tensor, value_dim: int, return_lse: bool) -> tuple[Tensor, T
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
+def band_arguments(band: Sequence[int]) -> Sequence[int]:
+    """The five numbers of a band as a kernel takes them, zeros where there is none."""
+    return band or (0, 0, 0, 0, 0)
+
+
 def band_flags(band: Sequence[int]) -> dict[str, Any]:
-    """Which pieces of a band (lo, hi, global_q, global_k, cap) exist: a kernel's constexpr flags."""
+    """Which pieces of a band (lo, hi, global_q, global_k, cap) exist, as constexpr flags."""
     if not band:
         band = [-FAR, FAR, 0, 0, FAR]
         return {"BAND": False, **_pieces(band)}
@@ -156,7 +168,8 @@ def band_flags(band: Sequence[int]) -> dict[str, Any]:
 def score_constants(scale: float, softcap: float, has_bias: bool) -> dict[str, Any]:
     """SCALE, SOFTCAP, MULT and LINEAR of kernels/softmax.py.
 
-    The plain case leaves the dot products alone (LINEAR) and folds the scale into MULT, which needs a
+    The plain case leaves the dot products alone (LINEAR) and folds the scale into MULT, which needs
+    a
     positive scale: the largest dot product must be the largest score.
     """
     linear = scale > 0 and softcap == 0 and not has_bias
@@ -168,7 +181,7 @@ def score_constants(scale: float, softcap: float, has_bias: bool) -> dict[str, A
     }
 
 
-def launchable(kernel: Any, tensor: Tensor) -> Any:  # noqa: ANN401  # JIT or interpreted
+def launchable(kernel: Any, tensor: Tensor) -> Any:  # JIT or interpreted
     """The kernel in the form that tracing sees; under Triton's interpreter the kernel itself.
 
     torch 2.11 refuses to wrap an interpreted kernel, torch 2.13 returns it unchanged.
@@ -193,7 +206,7 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def next_power_of_two(n: int) -> int:
-    """Smallest power of two that is at least n and at least 16 (the least a matrix product takes)."""
+    """Smallest power of two >= n and >= 16, the least a matrix product takes."""
     return max(16, 1 << (n - 1).bit_length())
 
 

@@ -2,8 +2,9 @@
 
     out[q] = sum over kept k of softmax_k(x[q, k]) * v[k],   x = cap(scale * <q, k>) + bias
 
-Rows without keys give 0 and a log-sum-exp of -inf. Half types are computed in fp32, fp64 in fp64. The
-backward pass works in strips of query rows, so that its memory is strip x k_len, never q_len x k_len.
+Rows without keys give 0 and a log-sum-exp of -inf. Half types are computed in fp32, fp64 in fp64.
+The backward pass works in strips of query rows, so that its memory is strip x k_len, never q_len x
+k_len.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +97,9 @@ def attention_backward_reference(
         rows = slice(first, last)
         row_bias = _rows_of(full_bias, rows)
         queries = q[:, :, rows].to(dtype)
-        x, slope = _scores(queries, keys, keep_rows(first, last), key_keep, row_bias, scale, softcap)
+        x, slope = _scores(
+            queries, keys, keep_rows(first, last), key_keep, row_bias, scale, softcap
+        )
         p, _ = _safe_softmax(x)
         grad = grad_out[:, :, rows].to(dtype)
 
@@ -148,8 +151,8 @@ def tile_keep_rows(
         band: [] or (lo, hi, global_q, global_k, cap), the arithmetic form of the part tiles.
 
     Returns:
-        A function (first, last) -> bool [1 or batch, 1 or heads, last - first, k_len]; ``first`` must
-        be a multiple of block_q.
+        A function (first, last) -> bool [1 or batch, 1 or heads, last - first, k_len]; ``first``
+        must be a multiple of block_q.
     """
     plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, _ = mask
     starts = row_ptr.tolist()
@@ -211,7 +214,8 @@ def _computing_dtype(q: Tensor) -> torch.dtype:
 
 def _per_group(t: Tensor, kv: Tensor) -> Tensor:
     """View [batch, heads, ...] as [batch, kv_heads, group, ...]: k and v are never repeated."""
-    return t.unflatten(1, (kv.shape[1], t.shape[1] // kv.shape[1]))
+    kv_heads = kv.shape[1]
+    return t.reshape(t.shape[0], kv_heads, t.shape[1] // kv_heads, *t.shape[2:])
 
 
 def _scores(

@@ -1,7 +1,7 @@
 """Device functions of the online softmax that both attention kernels share.
 
-A score is kept in a unit of its own: a weight is exp2(MULT * (score - maximum)), so the plain case keeps
-raw dot products and folds scale * log2(e) into one multiply-add with the maximum.
+A score is kept in a unit of its own: a weight is exp2(MULT * (score - maximum)), so the plain case
+keeps raw dot products and folds scale * log2(e) into one multiply-add with the maximum.
 """
 
 import triton
@@ -36,8 +36,8 @@ def softmax_step(s, maximum, MULT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """One step over a tile: (weights, factor of the former sums, new maximum)."""
     new = tl.maximum(maximum, tl.max(s, 1))
     if HAS_BIAS:
-        # subtract before multiplying (the lowest finite number times log2(e) overflows), and put 0 in
-        # place of a -inf maximum inside the exponent only
+        # subtract before multiplying (the lowest finite number times log2(e) overflows), and put 0
+        # in place of a -inf maximum inside the exponent only
         used = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2((s - used[:, None]) * MULT)
         alpha = tl.exp2((maximum - used) * MULT)
@@ -52,6 +52,6 @@ def softmax_step(s, maximum, MULT: tl.constexpr, HAS_BIAS: tl.constexpr):
 def finish_softmax(maximum, total, MULT: tl.constexpr):
     """(1 / sum or 0 on rows without keys, natural log-sum-exp or -inf)."""
     empty = total == 0.0
-    inverse = 1.0 / tl.where(empty, 1.0, total)
-    log_sum = maximum * (MULT * LN2) + tl.log(total)
-    return inverse, tl.where(empty, float("-inf"), log_sum)
+    filled = tl.where(empty, 1.0, total)
+    log_sum = maximum * (MULT * LN2) + tl.log(filled)
+    return 1.0 / filled, tl.where(empty, float("-inf"), log_sum)

@@ -1,4 +1,5 @@
-"""Facts about a captured Dynamo graph: its inputs, what it writes to, and which module it was compiled from.
+"""Facts about a captured Dynamo graph: its inputs, what it writes to, and which module it was
+compiled from.
 
 Nothing here changes the graph except ``add_buffer``, which gives it a new constant tensor.
 """
@@ -30,7 +31,8 @@ class InputFact:
     """One placeholder of the graph.
 
     Args:
-        name: node name. source: Dynamo's source expression, e.g. ``L['self']._modules['a']._parameters['w']``.
+        name: node name. source: Dynamo's source expression, e.g.
+            ``L['self']._modules['a']._parameters['w']``.
         kind: parameter, buffer, user (an argument of the call, a cache, ...) or symint.
         example: the example input handed to the backend (real, or fake under DDP).
     """
@@ -50,11 +52,14 @@ class CaptureFacts:
         fake_inputs: the example inputs are fake (DDP): nothing may read their values.
         subclass_inputs: names of inputs that are tensor subclasses (DTensor, quantised weights).
         mutated_inputs: names of inputs the graph writes to.
-        grad_enabled: gradients are recorded in this graph (some input requires them and grad mode is on).
+        grad_enabled: gradients are recorded in this graph (some input requires them and grad mode
+            is on).
         inference_mode: compiled under ``torch.inference_mode``.
         has_symbolic_shapes: some size is symbolic.
-        device: device of the computation (of the first floating-point input that is not on the CPU, else the CPU).
-        module_paths: id of a module -> its path in the compiled root module; empty when the root is unknown.
+        device: device of the computation (of the first floating-point input that is not on the
+            CPU, else the CPU).
+        module_paths: id of a module -> its path in the compiled root module; empty when the root
+            is unknown.
         path_known: site paths are relative to the compiled root module.
         whole_model: no graph break: this graph is the whole call of the root.
         static: static nodes of the graph and their values.
@@ -90,12 +95,15 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         node.name: _input_fact(node, example)
         for node, example in zip(placeholders, example_inputs, strict=True)
     }
-    tensors = {name: fact.example for name, fact in inputs.items() if isinstance(fact.example, Tensor)}
+    tensors = {
+        name: fact.example for name, fact in inputs.items() if isinstance(fact.example, Tensor)
+    }
     fake = any(isinstance(tensor, FakeTensor) for tensor in tensors.values())
     subclasses = tuple(
         name
         for name, tensor in tensors.items()
-        if type(tensor) not in (Tensor, nn.Parameter, FakeTensor) and not isinstance(tensor, nn.Buffer)
+        if type(tensor) not in (Tensor, nn.Parameter, FakeTensor)
+        and not isinstance(tensor, nn.Buffer)
     )
     mutated = frozenset(base.name for _, base in mutations(gm.graph) if base.op == "placeholder")
     buffers = {
@@ -128,7 +136,8 @@ def _input_fact(node: Node, example: Any) -> InputFact:
     if isinstance(example, torch.SymInt | int) or isinstance(value, torch.SymInt):
         kind = "symint"
     elif isinstance(example, Tensor):
-        # Not by "_dynamo_static_input_type": key-value caches have it too, yet their contents change.
+        # Not by "_dynamo_static_input_type": key-value caches have it too, yet their contents
+        # change.
         source = source_text(node)
         if isinstance(example, nn.Parameter) or "._parameters[" in source:
             kind = "parameter"
@@ -153,15 +162,21 @@ def _device(tensors: Any) -> torch.device:
 
 
 def compiled_roots() -> tuple[nn.Module, ...]:
-    """The module being compiled, or the modules a compiled function reaches; empty when they can't be told.
+    """The module being compiled, or the modules a compiled function reaches; empty when they can't
+    be told.
 
-    Dynamo does not hand the compiled object to a backend. It is in the frame of the wrapper that ``torch.compile``
-    returned, which is on the Python stack while a backend runs, also for graphs behind a graph break.
+    Dynamo does not hand the compiled object to a backend. It is in the frame of the wrapper that
+    ``torch.compile``
+    returned, which is on the Python stack while a backend runs, also for graphs behind a graph
+    break.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and "fn" in frame.f_locals:
-            return _modules_of(frame.f_locals["fn"])
+            given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
+            return _modules_of(frame.f_locals["fn"]) or tuple(
+                m for m in given if isinstance(m, nn.Module)
+            )
         frame = frame.f_back
     return ()
 
@@ -190,7 +205,8 @@ def _modules_of(fn: Any, depth: int = 0) -> tuple[nn.Module, ...]:
 
 
 def module_paths(roots: Sequence[nn.Module]) -> dict[int, tuple[str, ...]]:
-    """Path of every module below the roots by identity; modules reached twice are left out as ambiguous."""
+    """Path of every module below the roots by identity; modules reached twice are left out as
+    ambiguous."""
     paths: dict[int, tuple[str, ...]] = {}
     twice: set[int] = set()
     for root in roots:
@@ -206,18 +222,28 @@ def split_source(source: str) -> tuple[str, tuple[str, ...]]:
     """Split a source expression into its variable and the path of components below it.
 
     ``L['self']._modules['layer'][0].attention`` and ``L['self'].layer.0.attention`` both give
-    ``("L['self']", ("layer", "0", "attention"))``; wrappers such as ``_orig_mod`` and ``__self__`` drop out.
+    ``("L['self']", ("layer", "0", "attention"))``; wrappers such as ``_orig_mod`` and ``__self__``
+    drop out.
     """
     match = re.match(r"[LG]\[(['\"])[^'\"]*\1\]", source)
     base = match.group(0) if match else source.split(".")[0]
     rest = source[len(base) :]
     parts = [a or b for a, b in re.findall(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.?([^.\[\]()]+)", rest)]
-    wrappers = {"_modules", "_parameters", "_buffers", "_orig_mod", "__self__", "__wrapped__", "_fn"}
+    wrappers = {
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "_orig_mod",
+        "__self__",
+        "__wrapped__",
+        "_fn",
+    }
     return base, tuple(part for part in parts if part not in wrappers)
 
 
 def module_stack(node: Node) -> list[tuple[int | None, str]]:
-    """Modules a node was traced in, outermost first: identity where torch records it, and source expression."""
+    """Modules a node was traced in, outermost first: identity where torch records it, and source
+    expression."""
     stack = []
     for key, value in (node.meta.get("nn_module_stack") or {}).items():
         digits = str(key).split("@")[0]  # "@n" counts repeated calls of one module
@@ -256,7 +282,8 @@ def _root_facts(
 
 
 def _is_wrapper(text: tuple[str, ...], paths: Mapping[int, tuple[str, ...]]) -> bool:
-    """A module that is not below the root by identity (made in forward, shared) but whose text names a place there."""
+    """A module that is not below the root by identity (made in forward, shared) but whose text
+    names a place there."""
     return any(path[: len(text)] == text for path in paths.values())
 
 
@@ -283,7 +310,8 @@ def _graph_break(gm: GraphModule) -> bool:
 def add_buffer(gm: GraphModule, name: str, tensor: Tensor) -> Node:
     """Give the graph a constant tensor as a buffer and return the node that reads it.
 
-    It becomes a static input of the compiled graph: not copied under CUDA graphs and not baked into the code, so
+    It becomes a static input of the compiled graph: not copied under CUDA graphs and not baked
+        into the code, so
     other contents of the same shape reuse a cached compilation.
 
     Args:

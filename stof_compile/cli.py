@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments, console)
     except StofError as error:
-        Console(stderr=True).print(f"stof: {escape(str(error.args[0]))}", highlight=False)
+        message = f"stof: {error.args[0]}"
+        Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
         return 2
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

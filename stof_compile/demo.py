@@ -7,6 +7,7 @@ tensor through the model's own ``attention_mask``, STOF gets the rule.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,12 @@ from stof_compile.device import device_facts
 from stof_compile.dump import versions
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.explanation import Explanation, explain
-from stof_compile.measure import ErrorReport, Timing, check_close, time_callable
+from stof_compile.measure import ErrorReport, Timing, check_close, time_in_turns
 
 Forward = Callable[[], torch.Tensor]
+
+ROUNDS = 3
+"""The rows take turns, so that a machine that slows down meanwhile slows all of them."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,14 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     """Run the demo and print its table.
 
     Raises:
-        StofUnsupportedError: transformers is missing, or the model is none the demo can drive.
+        StofOptionError: a setting is impossible here.
+        StofUnsupportedError: transformers is missing.
     """
     console = console or make_console()
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(settings.device)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     with torch.no_grad():
-        with _step(console, "loading model and text"):
+        with _step(console, "loading model and text"), _quiet():
             model, ids = _model_and_ids(settings)
             model = model.to(device=device, dtype=dtype).eval()
             ids = ids.to(device)
@@ -103,11 +108,21 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
             ("torch.compile, SDPA + mask", lambda: _hidden(compiled(**masked))),
             ("STOF", lambda: _hidden(fast(input_ids=ids))),
         ]
-        rows = [
-            _measure(console, name, call, reference, settings.budget_s, dtype)
-            for name, call in calls
-        ]
-    result = DemoResult(tuple(rows), explain(fast), settings.dump_dir)
+        first = [_first_call(console, name, call, reference, dtype) for name, call in calls]
+        with _step(console, f"timing, {ROUNDS} rounds over all rows"):
+            timings = time_in_turns(
+                [call for _, call in calls],
+                [()],
+                device,
+                budget_s=settings.budget_s,
+                rounds=ROUNDS,
+                capture=False,
+            )
+    rows = tuple(
+        Row(name, seconds, timing, error)
+        for (name, _), (seconds, error), timing in zip(calls, first, timings, strict=True)
+    )
+    result = DemoResult(rows, explain(fast), settings.dump_dir)
     _print_result(console, result, length)
     return result
 
@@ -116,6 +131,18 @@ def make_console() -> Console:
     """A console that keeps tables whole when the output is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
+
+
+def _device(name: str | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    name = name or ("cuda" if has_cuda else "cpu")
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise StofOptionError(f"--device {name}: the demo runs on cpu or cuda")
+    if name.startswith("cuda") and not has_cuda:
+        raise StofOptionError(
+            f"--device {name}: torch sees no CUDA device; `stof doctor` says more"
+        )
+    return torch.device(name)
 
 
 # -- model and text -------------------------------------------------------------------------------
@@ -164,11 +191,21 @@ def _model_and_ids(settings: DemoSettings) -> tuple[Any, torch.Tensor]:
     return model, ids
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # optional packages that transformers picks up log about GPU extensions they cannot load
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def document() -> str:
     """The text the demo reads: README.md of the checkout, or the copy in an installed package."""
-    readme = Path(__file__).resolve().parent.parent / "README.md"
-    if readme.is_file():
-        return readme.read_text(encoding="utf-8")
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "README.md").is_file():
+        return (checkout / "README.md").read_text(encoding="utf-8")
     described = metadata.metadata("stof-compile")
     body: Any = described.get("Description") or described.get_payload()  # type: ignore[attr-defined]
     return str(body)
@@ -212,24 +249,17 @@ def _hidden(output: Any) -> torch.Tensor:
 # -- measuring and printing -----------------------------------------------------------------------
 
 
-def _measure(
-    console: Console,
-    name: str,
-    call: Forward,
-    reference: torch.Tensor,
-    budget_s: float,
-    dtype: torch.dtype,
-) -> Row:
-    with _step(console, f"{name}: first call (compiles)"):
+def _first_call(
+    console: Console, name: str, call: Forward, reference: torch.Tensor, dtype: torch.dtype
+) -> tuple[float, ErrorReport]:
+    """Seconds of the first call, compilation included, and the error of its result."""
+    with _step(console, f"{name}: first call"):
         start = time.perf_counter()
         out = call().clone()  # under CUDA graphs the next call overwrites the result
         if out.is_cuda:
             torch.cuda.synchronize()
-        first_call_s = time.perf_counter() - start
-    error = check_close(out, reference, dtype)
-    with _step(console, f"{name}: timing"):
-        timing = time_callable(call, [()], out.device, budget_s=budget_s, capture=False)
-    return Row(name, first_call_s, timing, error)
+        seconds = time.perf_counter() - start
+    return seconds, check_close(out, reference, dtype)
 
 
 @contextmanager

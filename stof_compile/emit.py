@@ -1,7 +1,9 @@
 """Writing new nodes into a Dynamo graph, with true example values.
 
-New code is ordinary torch code called with proxies. Every node it leaves behind gets the fake result of running
-it, under the autocast regions that are open at that place, so that later passes read right shapes and dtypes.
+New code is ordinary torch code called with proxies. Every node it leaves behind gets the fake
+result of running
+it, under the autocast regions that are open at that place, so that later passes read right shapes
+and dtypes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch.fx.proxy import GraphAppendingTracer
 from stof_compile.node_ops import raw_name
 
 
-def emit(graph: Graph, before: Node, like: Node, build: Callable[..., Any], *nodes: Node) -> list[Node]:
+def emit(
+    graph: Graph, before: Node, like: Node, build: Callable[..., Any], *nodes: Node
+) -> list[Node]:
     """Trace ``build`` in front of a node.
 
     Args:
@@ -37,6 +41,7 @@ def emit(graph: Graph, before: Node, like: Node, build: Callable[..., Any], *nod
     added = []
     node = first.next
     while node is not before:
+        node.meta["stof_emitted"] = True
         added.append(node)
         node = node.next
     with autocast_at(graph, before):
@@ -44,6 +49,16 @@ def emit(graph: Graph, before: Node, like: Node, build: Callable[..., Any], *nod
             _adopt(node, like)
     outputs = result if isinstance(result, list | tuple) else (result,)
     return [out.node if isinstance(out, Proxy) else out for out in outputs]
+
+
+def erase_unused(graph: Graph) -> int:
+    """Erase nodes written by ``emit`` that nothing reads; returns how many."""
+    count = 0
+    for node in reversed(list(graph.nodes)):
+        if "stof_emitted" in node.meta and not node.users:
+            graph.erase_node(node)
+            count += 1
+    return count
 
 
 def _adopt(node: Node, like: Node) -> None:
@@ -56,12 +71,15 @@ def _adopt(node: Node, like: Node) -> None:
 
 
 def fake_result(node: Node) -> Any:
-    """Run a node on the example values of its inputs under their fake mode; None when an input has no value."""
+    """Run a node on the example values of its inputs under their fake mode; None when an input has
+    no value."""
     values: list[Any] = [n.meta.get("example_value") for n in node.all_input_nodes]
     if any(value is None for value in values):
         return None
     mode = fake_mode_of(values)
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    args, kwargs = torch.fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: n.meta["example_value"]
+    )
     with mode if mode is not None else ExitStack(), torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -73,7 +91,8 @@ def fake_result(node: Node) -> Any:
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode the example values of a graph belong to.
 
-    Dynamo keeps another, newer mode in its tracing context while a backend runs; mixing the two is an error.
+    Dynamo keeps another, newer mode in its tracing context while a backend runs; mixing the two is
+    an error.
     """
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
@@ -96,3 +115,11 @@ def autocast_at(graph: Graph, place: Node) -> Iterator[None]:
                 torch.autocast(str(device), dtype=dtype, enabled=bool(enabled), cache_enabled=cache)  # type: ignore[arg-type]
             )
         yield
+
+
+def autocast_dtype(graph: Graph, place: Node) -> torch.dtype | None:
+    """Dtype that products are computed in at a node, or None outside of autocast."""
+    value = place.meta.get("example_value")
+    device = value.device.type if isinstance(value, torch.Tensor) else "cpu"
+    with autocast_at(graph, place):
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

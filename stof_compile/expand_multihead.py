@@ -1,7 +1,9 @@
 """Expansion of torch's fused attention modules into linear layers and one attention each.
 
-``F.multi_head_attention_forward`` (nn.MultiheadAttention) and ``torch._transformer_encoder_layer_fwd`` (the
-inference path of nn.TransformerEncoderLayer) reach the graph as single calls; nothing inside them can be matched
+``F.multi_head_attention_forward`` (nn.MultiheadAttention) and
+``torch._transformer_encoder_layer_fwd`` (the
+inference path of nn.TransformerEncoderLayer) reach the graph as single calls; nothing inside them
+can be matched
 or fused until they are written out. Both become batch-first: q, k, v are ``[B, H, S, D]``.
 """
 
@@ -17,23 +19,64 @@ from torch.fx import Graph, Node
 
 from stof_compile.capture import CaptureFacts
 from stof_compile.emit import emit
-from stof_compile.node_ops import argument, permutation, raw_name, shape_of, tensor_meta
+from stof_compile.node_ops import argument, operation, permutation, raw_name, shape_of, tensor_meta
 
 MHA_ARGUMENTS = (
-    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
-    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights",
-    "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v",
-    "average_attn_weights", "is_causal",
-)  # fmt: skip
+    "query",
+    "key",
+    "value",
+    "embed_dim_to_check",
+    "num_heads",
+    "in_proj_weight",
+    "in_proj_bias",
+    "bias_k",
+    "bias_v",
+    "add_zero_attn",
+    "dropout_p",
+    "out_proj_weight",
+    "out_proj_bias",
+    "training",
+    "key_padding_mask",
+    "need_weights",
+    "attn_mask",
+    "use_separate_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+    "static_k",
+    "static_v",
+    "average_attn_weights",
+    "is_causal",
+)
 MHA_DEFAULTS: dict[str, Any] = {
-    "training": True, "need_weights": True, "use_separate_proj_weight": False, "average_attn_weights": True,
+    "training": True,
+    "need_weights": True,
+    "use_separate_proj_weight": False,
+    "average_attn_weights": True,
     "is_causal": False,
-}  # fmt: skip
+}
 ENCODER_ARGUMENTS = (
-    "src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias", "use_gelu", "norm_first",
-    "eps", "norm_weight_1", "norm_bias_1", "norm_weight_2", "norm_bias_2", "ffn_weight_1", "ffn_bias_1",
-    "ffn_weight_2", "ffn_bias_2", "mask", "mask_type",
-)  # fmt: skip
+    "src",
+    "embed_dim",
+    "num_heads",
+    "qkv_weight",
+    "qkv_bias",
+    "proj_weight",
+    "proj_bias",
+    "use_gelu",
+    "norm_first",
+    "eps",
+    "norm_weight_1",
+    "norm_bias_1",
+    "norm_weight_2",
+    "norm_bias_2",
+    "ffn_weight_1",
+    "ffn_bias_1",
+    "ffn_weight_2",
+    "ffn_bias_2",
+    "mask",
+    "mask_type",
+)
 
 
 def expand_encoder_layers(graph: Graph, facts: CaptureFacts) -> int:
@@ -53,6 +96,7 @@ def _expand_encoder_layer(graph: Graph, node: Node, given: dict[str, Any]) -> bo
     if tensor_meta(source) is None or tensor_meta(source).is_nested:  # type: ignore[union-attr]
         return False
     names = [n for n in ENCODER_ARGUMENTS if isinstance(given.get(n), Node)]
+    stack = node.meta.get("nn_module_stack") or {}
     heads, eps, embed = given["num_heads"], given["eps"], given["embed_dim"]
     mask_type, unbatched = given.get("mask_type"), tensor_meta(source).dim() == 2  # type: ignore[union-attr]
 
@@ -88,9 +132,23 @@ def _expand_encoder_layer(graph: Graph, node: Node, given: dict[str, Any]) -> bo
         return x.squeeze(0) if unbatched else x
 
     (result,) = emit(graph, node, node, layer, *(given[n] for n in names))
+    for inner in result.graph.nodes:
+        if (
+            inner.meta.get("nn_module_stack") is stack
+            and operation(inner) == "scaled_dot_product_attention"
+        ):
+            inner.meta["nn_module_stack"] = _below(stack, "self_attn")
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return True
+
+
+def _below(stack: dict[str, Any], child: str) -> dict[str, Any]:
+    """Module stack of a child module that the fused call has hidden."""
+    if not stack:
+        return stack
+    outer = next(reversed(stack.values()))[0]
+    return {**stack, f"{child}_of_fused_layer": (f"{outer}.{child}", torch.nn.MultiheadAttention)}
 
 
 def _four_dims(keep: Any, mask_type: int | None) -> Any:
@@ -100,7 +158,8 @@ def _four_dims(keep: Any, mask_type: int | None) -> Any:
 
 
 def expand_multihead(graph: Graph, facts: CaptureFacts) -> int:
-    """Write out every ``F.multi_head_attention_forward`` whose pieces are plain (no bias_k, zero or static keys)."""
+    """Write out every ``F.multi_head_attention_forward`` whose pieces are plain (no bias_k, zero
+    or static keys)."""
     count = 0
     for node in list(graph.nodes):
         if raw_name(node) != "multi_head_attention_forward":
@@ -128,15 +187,22 @@ def _expand_multihead(graph: Graph, node: Node, given: dict[str, Any]) -> None:
     batched = tensor_meta(given["query"]).dim() == 3  # type: ignore[union-attr]
     inputs = {n: given[n] for n in MHA_ARGUMENTS if isinstance(given.get(n), Node)}
     # [S, B, E] arguments are usually transposes of batch-first tensors: read those instead.
-    first = {n: _batch_first_source(given[n]) if batched else None for n in ("query", "key", "value")}
+    first = {
+        n: _batch_first_source(given[n]) if batched else None for n in ("query", "key", "value")
+    }
     inputs |= {n: source for n, source in first.items() if source is not None}
     names = list(inputs)
     weights_used = any(user.args[1] == 1 and user.users for user in node.users)
     need_weights = bool(given["need_weights"]) and weights_used
     heads, embed = given["num_heads"], given["embed_dim_to_check"]
     dropout_p = given["dropout_p"] if given["training"] else 0.0
-    # nn.MultiheadAttention drops a causal attn_mask in favour of SDPA's flag unless it has to merge masks.
-    causal = bool(given["is_causal"]) and given.get("key_padding_mask") is None and not given["need_weights"]
+    # nn.MultiheadAttention drops a causal attn_mask in favour of SDPA's flag unless it has to
+    # merge masks.
+    causal = (
+        bool(given["is_causal"])
+        and given.get("key_padding_mask") is None
+        and not given["need_weights"]
+    )
     sharing = (given["key"] is given["value"], given["query"] is given["key"])
 
     def attention(*proxies: Any) -> Any:
@@ -148,7 +214,10 @@ def _expand_multihead(graph: Graph, node: Node, given: dict[str, Any]) -> None:
             return p[name] if first[name] is not None else p[name].transpose(0, 1)
 
         q, k, v = (
-            _heads(t, heads) for t in _project(p, batch_first, embed, sharing, bool(given["use_separate_proj_weight"]))
+            _heads(t, heads)
+            for t in _project(
+                p, batch_first, embed, sharing, bool(given["use_separate_proj_weight"])
+            )
         )
         mask = None if causal else _merged_mask(p, inputs, heads)
         weights = None
@@ -160,7 +229,9 @@ def _expand_multihead(graph: Graph, node: Node, given: dict[str, Any]) -> None:
             weights = weights.mean(dim=1) if given["average_attn_weights"] else weights
             weights = weights if batched else weights.squeeze(0)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
+            )
         out = F.linear(_merge(out, embed), p["out_proj_weight"], p.get("out_proj_bias"))
         out = out.transpose(0, 1) if batched else out.squeeze(0)
         return (out,) if weights is None else (out, weights)
@@ -173,21 +244,29 @@ def _expand_multihead(graph: Graph, node: Node, given: dict[str, Any]) -> None:
     graph.erase_node(node)
 
 
-def _project(p: dict[str, Any], batch_first: Any, embed: int, sharing: tuple[bool, bool], separate: bool) -> list[Any]:
-    """In-projections with as few products as the arguments allow: 1 for self-attention, 2 when k is v, else 3."""
+def _project(
+    p: dict[str, Any], batch_first: Any, embed: int, sharing: tuple[bool, bool], separate: bool
+) -> list[Any]:
+    """In-projections with as few products as the arguments allow: 1 for self-attention, 2 when k
+    is v, else 3."""
     key_is_value, query_is_key = sharing
     bias = p.get("in_proj_bias")
     if separate:
         biases = _chunks(bias, 3) if bias is not None else (None, None, None)
         kinds = ("query", "key", "value")
-        return [F.linear(batch_first(n), p[f"{n[0]}_proj_weight"], b) for n, b in zip(kinds, biases, strict=True)]
+        return [
+            F.linear(batch_first(n), p[f"{n[0]}_proj_weight"], b)
+            for n, b in zip(kinds, biases, strict=True)
+        ]
     weight = p["in_proj_weight"]
     if key_is_value and query_is_key:
         return _chunks(F.linear(batch_first("query"), weight, bias), 3)
     q_bias = bias[:embed] if bias is not None else None
     q = F.linear(batch_first("query"), weight[:embed], q_bias)
     if key_is_value:
-        kv = F.linear(batch_first("key"), weight[embed:], bias[embed:] if bias is not None else None)
+        kv = F.linear(
+            batch_first("key"), weight[embed:], bias[embed:] if bias is not None else None
+        )
         return [q, *_chunks(kv, 2)]
     k_bias = bias[embed : 2 * embed] if bias is not None else None
     v_bias = bias[2 * embed :] if bias is not None else None
@@ -199,7 +278,8 @@ def _project(p: dict[str, Any], batch_first: Any, embed: int, sharing: tuple[boo
 
 
 def _merged_mask(p: dict[str, Any], inputs: dict[str, Node], heads: int) -> Any:
-    """Additive mask broadcastable to [B, H, Q, K] from attn_mask and key_padding_mask, True = masked when bool."""
+    """Additive mask broadcastable to [B, H, Q, K] from attn_mask and key_padding_mask, True =
+    masked when bool."""
     dtype = tensor_meta(inputs["query"]).dtype  # type: ignore[union-attr]
 
     def additive(name: str) -> Any:

@@ -151,13 +151,53 @@ def time_callable(
         ValueError: no input set.
         StofUnsupportedError: the current CUDA stream is being captured, where nothing can be timed.
     """
+    samples, method = _samples(fn, input_sets, device, budget_s, capture, clock)
+    return _timing(samples, method)
+
+
+def time_in_turns(
+    fns: Sequence[Callable[..., Any]],
+    input_sets: Sequence[tuple[Any, ...]],
+    device: torch.device | str,
+    *,
+    budget_s: float = 0.2,
+    rounds: int = 3,
+    capture: bool = True,
+    clock: Clock = time.perf_counter_ns,
+) -> list[Timing]:
+    """Time functions against each other: in turns, so that a drifting machine treats all alike.
+
+    Args:
+        budget_s: seconds for each function, over all rounds; the others as for
+            :func:`time_callable`, which also says what is raised.
+    """
+    samples: list[list[float]] = [[] for _ in fns]
+    methods = ["" for _ in fns]
+    for _ in range(rounds):
+        for index, fn in enumerate(fns):
+            more, methods[index] = _samples(
+                fn, input_sets, device, budget_s / rounds, capture, clock
+            )
+            samples[index] += more
+    return [_timing(s, method) for s, method in zip(samples, methods, strict=True)]
+
+
+def _samples(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    device: torch.device | str,
+    budget_s: float,
+    capture: bool,
+    clock: Clock,
+) -> tuple[list[float], str]:
+    """Microseconds per call, and how they were taken."""
     if not input_sets:
-        raise ValueError("time_callable needs at least one set of inputs")
+        raise ValueError("timing needs at least one set of inputs")
     device = torch.device(device)
     with real_tensors(), torch.no_grad():
         if device.type != "cuda":
             with torch.random.fork_rng(devices=[]):
-                return _time_on_cpu(fn, input_sets, budget_s, clock)
+                return _time_on_cpu(fn, input_sets, budget_s, clock), "clock"
         if torch.cuda.is_current_stream_capturing():
             raise StofUnsupportedError(
                 "cannot time kernels while the current CUDA stream is being captured; call the "
@@ -178,9 +218,8 @@ def real_tensors() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(
-            tracing(None)
-        )  # a candidate that compiles must not join the outer trace
+        # a candidate that compiles must not join the outer trace
+        stack.enter_context(tracing(None))
         yield
 
 
@@ -192,7 +231,7 @@ def _time_on_cpu(
     input_sets: Sequence[tuple[Any, ...]],
     budget_s: float,
     clock: Clock,
-) -> Timing:
+) -> list[float]:
     budget_ns = budget_s * 1e9
     spent = 0
     for inputs in input_sets:
@@ -214,7 +253,7 @@ def _time_on_cpu(
         elapsed = clock() - start
         spent += elapsed
         samples.append(elapsed / calls / 1e3)
-    return _timing(samples, "clock")
+    return samples
 
 
 # -- CUDA -----------------------------------------------------------------------------------------
@@ -225,30 +264,30 @@ def _time_on_cuda(
     input_sets: Sequence[tuple[Any, ...]],
     budget_s: float,
     capture: bool,
-) -> Timing:
+) -> tuple[list[float], str]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for inputs in input_sets:  # compiles, picks library algorithms, fills the allocator
             fn(*inputs)
         stream.synchronize()
-        timing = None
-        reason = "single calls asked for"
+        samples = None
+        method = "events (single calls asked for)"
         if capture:
             try:
-                timing = _time_replay(fn, input_sets, budget_s, stream)
+                samples, method = _time_replay(fn, input_sets, budget_s, stream), "cuda-graph"
             except RuntimeError as error:  # something in fn cannot be captured, or failed in it
                 reason = (str(error).strip().splitlines() or ["no reason given"])[0]
                 log.debug("timing without a CUDA graph: %s", reason)
+                method = f"events ({reason})"
                 torch.cuda.synchronize()
-        if timing is None:
+        if samples is None:
             turn = iter(_endless(input_sets))
             rough_us = _event_samples(lambda: fn(*next(turn)), 1)[0]
             samples = _event_samples(lambda: fn(*next(turn)), _runs(budget_s, rough_us))
-            timing = _timing(samples, f"events ({reason})")
         stream.synchronize()
     torch.cuda.current_stream().wait_stream(stream)
-    return timing
+    return samples, method
 
 
 def _time_replay(
@@ -256,7 +295,7 @@ def _time_replay(
     input_sets: Sequence[tuple[Any, ...]],
     budget_s: float,
     stream: torch.cuda.Stream,
-) -> Timing:
+) -> list[float]:
     turn = iter(_endless(input_sets))
     one_turn_us = _event_samples(lambda: [fn(*next(turn)) for _ in input_sets], 1)[0]
     # whole turns over the input sets, so that every set counts the same
@@ -272,7 +311,7 @@ def _time_replay(
     stream.synchronize()
     one_us = _event_samples(graph.replay, 1)[0]
     samples = _event_samples(graph.replay, _runs(budget_s, one_us))
-    return _timing([sample / calls for sample in samples], "cuda-graph")
+    return [sample / calls for sample in samples]
 
 
 def _endless(input_sets: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """One vocabulary for the nodes of a Dynamo graph: operation names, arguments, views, mutations.
 
-The same operation reaches a graph as a method, a function, an operator or an in-place form. Everything that
+The same operation reaches a graph as a method, a function, an operator or an in-place form.
+Everything that
 matches nodes asks this module, so patterns are written once.
 """
 
@@ -14,50 +15,165 @@ import torch
 from torch.fx import Graph, Node
 
 ALIASES = {
-    "truediv": "div", "divide": "div", "true_divide": "div", "itruediv": "div",
-    "multiply": "mul", "imul": "mul", "iadd": "add", "isub": "sub", "subtract": "sub", "imatmul": "matmul",
-    "and_": "and", "iand": "and", "bitwise_and": "and", "logical_and": "and", "__and__": "and",
-    "or_": "or", "ior": "or", "bitwise_or": "or", "logical_or": "or", "__or__": "or",
-    "invert": "not", "inv": "not", "bitwise_not": "not", "logical_not": "not", "not_": "not",
-    "negative": "neg", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
-    "concat": "cat", "concatenate": "cat", "_softmax": "softmax", "safe_softmax": "softmax", "_unsafe_view": "view",
-    "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne",
-}  # fmt: skip
-CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "bool", "long", "int"})
-# Operations whose result may share memory with their first argument (some only sometimes, e.g. reshape).
-VIEWS = frozenset({
-    "view", "reshape", "transpose", "permute", "expand", "getitem", "unsqueeze", "squeeze", "select", "narrow",
-    "split", "chunk", "unbind", "contiguous", "getattr", "flatten", "unflatten", "detach", "movedim", "diagonal",
-    "as_strided", "view_as", "expand_as", "reshape_as", "broadcast_to", "tensor_split", "ravel", "t", "mT", "T",
-    "dropout", "unfold", "positive", "alias", "requires_grad_", "data", "cpu", "cuda", "index_select_view",
-}) | CASTS  # fmt: skip
-INPLACE_OPERATORS = frozenset(
-    {"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow", "imatmul"}
+    "truediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+    "itruediv": "div",
+    "multiply": "mul",
+    "imul": "mul",
+    "iadd": "add",
+    "isub": "sub",
+    "subtract": "sub",
+    "imatmul": "matmul",
+    "and_": "and",
+    "iand": "and",
+    "bitwise_and": "and",
+    "logical_and": "and",
+    "__and__": "and",
+    "or_": "or",
+    "ior": "or",
+    "bitwise_or": "or",
+    "logical_or": "or",
+    "__or__": "or",
+    "invert": "not",
+    "inv": "not",
+    "bitwise_not": "not",
+    "logical_not": "not",
+    "not_": "not",
+    "negative": "neg",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "concat": "cat",
+    "concatenate": "cat",
+    "_softmax": "softmax",
+    "safe_softmax": "softmax",
+    "_unsafe_view": "view",
+    "greater": "gt",
+    "less": "lt",
+    "greater_equal": "ge",
+    "less_equal": "le",
+    "not_equal": "ne",
+}
+CASTS = frozenset(
+    {"to", "type", "type_as", "float", "half", "bfloat16", "double", "bool", "long", "int"}
 )
-RANDOM = frozenset({
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
-    "normal", "poisson", "uniform_", "normal_", "random_", "exponential_", "bernoulli_", "empty", "empty_like",
-    "new_empty", "empty_strided", "seed", "manual_seed",
-})  # fmt: skip
+# Operations whose result may share memory with their first argument (some only sometimes, e.g.
+# reshape).
+VIEWS = (
+    frozenset(
+        {
+            "view",
+            "reshape",
+            "transpose",
+            "permute",
+            "expand",
+            "getitem",
+            "unsqueeze",
+            "squeeze",
+            "select",
+            "narrow",
+            "split",
+            "chunk",
+            "unbind",
+            "contiguous",
+            "getattr",
+            "flatten",
+            "unflatten",
+            "detach",
+            "movedim",
+            "diagonal",
+            "as_strided",
+            "view_as",
+            "expand_as",
+            "reshape_as",
+            "broadcast_to",
+            "tensor_split",
+            "ravel",
+            "t",
+            "mT",
+            "T",
+            "dropout",
+            "unfold",
+            "positive",
+            "alias",
+            "requires_grad_",
+            "data",
+            "cpu",
+            "cuda",
+            "index_select_view",
+        }
+    )
+    | CASTS
+)
+INPLACE_OPERATORS = frozenset(
+    {
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "iand",
+        "ior",
+        "ixor",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "imatmul",
+    }
+)
+RANDOM = frozenset(
+    {
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "uniform_",
+        "normal_",
+        "random_",
+        "exponential_",
+        "bernoulli_",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "seed",
+        "manual_seed",
+    }
+)
 
 
 @lru_cache(maxsize=4096)
 def _function_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        name = target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+        name = (
+            target._schema.name
+            if isinstance(target, torch._ops.OpOverload)
+            else target._qualified_op_name
+        )
         space, _, short = name.partition("::")
         return short if space in ("aten", "prims") else name
     if isinstance(target, torch._ops.HigherOrderOperator):
         return str(target.name())
     module = getattr(target, "__module__", None) or ""
     owner = type(getattr(target, "__self__", None)).__module__
-    if module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "") or owner == "torch":
+    if (
+        module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "")
+        or owner == "torch"
+    ):
         return str(getattr(target, "__name__", ""))
     return ""
 
 
 def raw_name(node: Node) -> str:
-    """Name of the operation as written, in-place spelling included; empty for placeholders and foreign functions."""
+    """Name of the operation as written, in-place spelling included; empty for placeholders and
+    foreign functions."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
@@ -69,7 +185,8 @@ def raw_name(node: Node) -> str:
 
 
 def operation(node: Node) -> str:
-    """Canonical operation of a node (``div`` for ``/``, ``div_``, ``true_divide`` ...), or an empty string."""
+    """Canonical operation of a node (``div`` for ``/``, ``div_``, ``true_divide`` ...), or an
+    empty string."""
     name = raw_name(node)
     if name.startswith("__i") and name.endswith("__"):
         name = name[2:-2]
@@ -83,11 +200,20 @@ def is_inplace(node: Node) -> bool:
     name = raw_name(node)
     if not name:
         return False
-    if name in INPLACE_OPERATORS or name in ("setitem", "__setitem__") or node.kwargs.get("out") is not None:
+    if (
+        name in INPLACE_OPERATORS
+        or name in ("setitem", "__setitem__")
+        or node.kwargs.get("out") is not None
+    ):
         return True
     if node.kwargs.get("inplace") is True:
         return True
-    return name.endswith("_") and not name.endswith("__") and name not in ALIASES and name != "requires_grad_"
+    return (
+        name.endswith("_")
+        and not name.endswith("__")
+        and name not in ALIASES
+        and name != "requires_grad_"
+    )
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
@@ -137,7 +263,8 @@ def number(value: Any) -> float | None:
 
 
 def permutation(node: Node) -> tuple[int, ...] | None:
-    """Dimension order of a transposing node: result dim i is input dim ``p[i]``; None for other nodes."""
+    """Dimension order of a transposing node: result dim i is input dim ``p[i]``; None for other
+    nodes."""
     meta, name = tensor_meta(node), operation(node)
     if meta is None:
         return None
@@ -212,12 +339,18 @@ def is_module_tensor(node: Node) -> bool:
 
 
 def source_line(node: Node) -> str:
-    """The user's source line a node came from, ``file:line in function: code``; empty when unknown."""
+    """The user's source line a node came from, ``file:line in function: code``; empty when
+    unknown."""
     lines = (node.meta.get("stack_trace") or node.stack_trace or "").splitlines()
     for i in range(len(lines) - 1, -1, -1):
         line = lines[i].strip()
         if line.startswith("File ") and "/torch/" not in line:
-            location = line.removeprefix("File ").replace('"', "").replace(", line ", ":").replace(", in ", " in ")
+            location = (
+                line.removeprefix("File ")
+                .replace('"', "")
+                .replace(", line ", ":")
+                .replace(", in ", " in ")
+            )
             code = lines[i + 1].strip() if i + 1 < len(lines) else ""
             return f"{location}: {code}"
     return ""

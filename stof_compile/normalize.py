@@ -1,8 +1,11 @@
 """Normalisation: one spelling per idea, before anything is matched.
 
-A pass is a function ``(graph, facts) -> int`` that returns how much it rewrote; a second run returns 0. Passes keep
-``example_value`` true and add no alias between inputs and outputs. ``PASSES`` is their order. Spellings that differ
-in the name only (``/``, ``div``, ``true_divide``) are not rewritten: ``node_ops.operation`` reads them as one.
+A pass is a function ``(graph, facts) -> int`` that returns how much it rewrote; a second run
+returns 0. Passes keep
+``example_value`` true and add no alias between inputs and outputs. ``PASSES`` is their order.
+Spellings that differ
+in the name only (``/``, ``div``, ``true_divide``) are not rewritten: ``node_ops.operation`` reads
+them as one.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from stof_compile.node_ops import (
     VIEWS,
     argument,
     is_inplace,
-    number,
     operation,
     permutation,
     raw_name,
@@ -34,14 +36,42 @@ from stof_compile.node_ops import (
 
 Pass = Callable[[Graph, CaptureFacts], int]
 # In-place operations with a functional twin of the same result.
-FUNCTIONAL_TWINS = frozenset({
-    "add", "sub", "mul", "div", "masked_fill", "clamp", "clamp_min", "clamp_max", "tril", "triu", "neg", "exp", "tanh",
-    "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "relu",
-})  # fmt: skip
-DROPOUTS = frozenset({
-    "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
-    "dropout3d",
-})  # fmt: skip
+FUNCTIONAL_TWINS = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "masked_fill",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "tril",
+        "triu",
+        "neg",
+        "exp",
+        "tanh",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "relu",
+    }
+)
+DROPOUTS = frozenset(
+    {
+        "dropout",
+        "dropout_",
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+    }
+)
 
 
 def normalize(gm: GraphModule, facts: CaptureFacts) -> dict[str, int]:
@@ -58,14 +88,19 @@ def normalize(gm: GraphModule, facts: CaptureFacts) -> dict[str, int]:
 def functionalize_fresh(graph: Graph, facts: CaptureFacts) -> int:
     """Turn in-place operations on intermediate tensors nobody else sees into functional ones.
 
-    ``scores.masked_fill_(m, x)`` becomes ``masked_fill`` and later readers of ``scores`` read the result. Tensors that
+    ``scores.masked_fill_(m, x)`` becomes ``masked_fill`` and later readers of ``scores`` read the
+    result. Tensors that
     are inputs, views, or viewed by something that is read later are left alone.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for node in list(graph.nodes):
         target = node.args[0] if node.args else None
-        if not is_inplace(node) or not isinstance(target, Node) or operation(node) not in FUNCTIONAL_TWINS:
+        if (
+            not is_inplace(node)
+            or not isinstance(target, Node)
+            or operation(node) not in FUNCTIONAL_TWINS
+        ):
             continue
         if not _is_private(target, node, place) or node.kwargs.get("out") is not None:
             continue
@@ -73,7 +108,11 @@ def functionalize_fresh(graph: Graph, facts: CaptureFacts) -> int:
         if node.op == "call_method":
             node.target = str(node.target).rstrip("_")
         elif raw_name(node) in INPLACE_OPERATORS:
-            node.target = getattr(operator, operation(node).replace("div", "truediv") + ("_" if operation(node) in ("and", "or") else ""))
+            node.target = getattr(
+                operator,
+                operation(node).replace("div", "truediv")
+                + ("_" if operation(node) in ("and", "or") else ""),
+            )
         elif node.kwargs.get("inplace") is True:
             node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
         else:
@@ -91,7 +130,8 @@ def functionalize_fresh(graph: Graph, facts: CaptureFacts) -> int:
 
 
 def _is_private(target: Node, writer: Node, place: dict[Node, int]) -> bool:
-    """Whether the written tensor is a fresh intermediate with no view that is read after the write."""
+    """Whether the written tensor is a fresh intermediate with no view that is read after the
+    write."""
     if target.op not in ("call_function", "call_method") or storage_base(target) is not target:
         return False
     if not raw_name(target) or tensor_meta(target) is None:
@@ -115,7 +155,9 @@ def remove_idle_dropout(graph: Graph, facts: CaptureFacts) -> int:
             continue
         source = argument(node, 0, "input")
         training = argument(node, 2, "training", node.kwargs.get("train", True))
-        if isinstance(source, Node) and (training is False or number(argument(node, 1, "p", 0.5)) == 0.0):
+        if isinstance(source, Node) and (
+            training is False or facts.static.scalar(argument(node, 1, "p", 0.5)) == 0.0
+        ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             count += 1
@@ -172,7 +214,13 @@ def _as_product(equation: str, operands: Any) -> Callable[[Any, Any], Any] | Non
     batch = [label for label in out if label in a and label in b]
     left, right = [x for x in a if x not in b], [x for x in b if x not in a]
     summed = [x for x in a if x in b and x not in out]
-    if len(left) != 1 or len(right) != 1 or len(summed) != 1 or not set(left + right) <= set(out) or not batch:
+    if (
+        len(left) != 1
+        or len(right) != 1
+        or len(summed) != 1
+        or not set(left + right) <= set(out)
+        or not batch
+    ):
         return None
     for label in (*batch, *summed):
         if not same_size(shapes[0][a.index(label)], shapes[1][b.index(label)]):  # type: ignore[index]
@@ -180,7 +228,9 @@ def _as_product(equation: str, operands: Any) -> Callable[[Any, Any], Any] | Non
     swap = out.index(left[0]) > out.index(right[0])
     if swap:
         a, b, left, right = b, a, right, left
-    last_summed = b[-1] == summed[0]  # keys come as [..., K, D]: keep the transposition visible as such
+    last_summed = (
+        b[-1] == summed[0]
+    )  # keys come as [..., K, D]: keep the transposition visible as such
     row_order = [a.index(x) for x in (*batch, *left, *summed)]
     b_labels = (*batch, *right, *summed) if last_summed else (*batch, *summed, *right)
     column_order = [b.index(x) for x in b_labels]
@@ -216,11 +266,19 @@ def lift_unbatched_sdpa(graph: Graph, facts: CaptureFacts) -> int:
         if any(isinstance(v, Node) for n, v in given.items() if n not in tensors):
             continue
 
-        def call(*proxies: Any, given: Any = given, tensors: Any = tensors, missing: int = missing) -> Any:
+        def call(
+            *proxies: Any, given: Any = given, tensors: Any = tensors, missing: int = missing
+        ) -> Any:
             lifted = dict(given)
             for name, proxy in zip(tensors, proxies, strict=True):
                 rank = len(shape_of(given[name]) or ())
-                needed = missing if name != "attn_mask" else max(0, min(missing, 4 - rank)) if rank > 2 else 0
+                needed = (
+                    missing
+                    if name != "attn_mask"
+                    else max(0, min(missing, 4 - rank))
+                    if rank > 2
+                    else 0
+                )
                 for _ in range(needed):
                     proxy = proxy.unsqueeze(0)
                 lifted[name] = proxy
@@ -238,18 +296,29 @@ def lift_unbatched_sdpa(graph: Graph, facts: CaptureFacts) -> int:
 
 
 def lift_batched_products(graph: Graph, facts: CaptureFacts) -> int:
-    """Show the result of a [B*H, Q, K] attention as [B, H, Q, D] in between, so that it can be replaced.
+    """Show the result of a [B*H, Q, K] attention as [B, H, Q, D] in between, so that it can be
+    replaced.
 
-    B and H are read from the reshape that made the values; without one, B*H stands as heads of one batch.
+    B and H are read from the reshape that made the values; without one, B*H stands as heads of one
+    batch.
     """
     count = 0
     for node in list(graph.nodes):
         if operation(node) not in ("bmm", "matmul") or len(shape_of(node) or ()) != 3:
             continue
-        weights, values = argument(node, 0, "input"), argument(node, 1, "mat2", node.kwargs.get("other"))
-        if not isinstance(weights, Node) or not isinstance(values, Node) or not _from_softmax(weights):
+        weights, values = (
+            argument(node, 0, "input"),
+            argument(node, 1, "mat2", node.kwargs.get("other")),
+        )
+        if (
+            not isinstance(weights, Node)
+            or not isinstance(values, Node)
+            or not _from_softmax(weights)
+        ):
             continue
-        if len(shape_of(values) or ()) != 3 or any("stof_lifted" in user.meta for user in node.users):
+        if len(shape_of(values) or ()) != 3 or any(
+            "stof_lifted" in user.meta for user in node.users
+        ):
             continue
         heads = heads_of(values)
         after = node.next
@@ -269,18 +338,31 @@ def lift_batched_products(graph: Graph, facts: CaptureFacts) -> int:
 
 def heads_of(node: Node) -> int | None:
     """H when a [B*H, S, D] node is a reshape of a [B, H, S, D] one with a fixed H; else None."""
-    source = argument(node, 0, "input") if operation(node) in ("view", "reshape", "flatten", "contiguous") else None
+    source = (
+        argument(node, 0, "input")
+        if operation(node) in ("view", "reshape", "flatten", "contiguous")
+        else None
+    )
     while isinstance(source, Node) and operation(source) == "contiguous":
         source = source.args[0]
     inner, outer = shape_of(source), shape_of(node)
-    if inner is None or outer is None or len(inner) != 4 or len(outer) != 3 or not isinstance(inner[1], int):
+    if (
+        inner is None
+        or outer is None
+        or len(inner) != 4
+        or len(outer) != 3
+        or not isinstance(inner[1], int)
+    ):
         return None
     same = same_size(inner[2], outer[1]) and same_size(inner[3], outer[2])
     return inner[1] if same else None
 
 
 def _from_softmax(node: Node) -> bool:
-    while operation(node) in ("to", "type", "type_as", "float", "half", "bfloat16", "dropout") and node.args:
+    while (
+        operation(node) in ("to", "type", "type_as", "float", "half", "bfloat16", "dropout")
+        and node.args
+    ):
         source = node.args[0]
         if not isinstance(source, Node):
             return False

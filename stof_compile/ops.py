@@ -1,8 +1,8 @@
-"""The operators of the ``stof`` namespace that attend under a block mask: schema, fake and gradient.
+"""The operators of the ``stof`` namespace, and here those that take a rule for a mask.
 
-A block mask travels as its seven arrays (see ``masks/block_mask.py``), every decision as an argument.
-Kernels, and with them Triton, are imported when an operator first meets a device that needs them.
-Operators that take a mask rule instead are in ``ops_rule.py``.
+Where lengths are known only at run time, the rule travels as JSON and captured tensors, and the
+block mask of each length is built once and remembered. Importing this module defines every operator
+that needs no CPU kernel; ``ops_cpu`` defines those.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,182 +12,277 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Positions of q, k, v and bias among the operators' arguments, for the gradient.
-_Q, _K, _V, _MASK, _KEY_KEEP, _BIAS = 0, 1, 2, slice(3, 10), 10, 11
+from stof_compile.errors import StofUnsupportedError
+from stof_compile.masks import MaskSpec, cached_block_mask
+from stof_compile.ops_block import (
+    attention_gradient,
+    fake_attention,
+    fake_gradients,
+    load_launcher,
+    save_attention,
+)
+
+__all__ = [
+    "attention_gradient",
+    "attention_rule",
+    "dense_mask",
+    "fake_attention",
+    "load_launcher",
+    "save_attention",
+]
+
+_CPU_BLOCK = 32  # tile edge of the CPU kernels
 
 
-@torch.library.triton_op("stof::attention_block", mutates_args=())
-def attention_block(
+@torch.library.custom_op("stof::attention_rule", mutates_args=())
+def attention_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plane_map: Tensor,
-    row_ptr: Tensor,
-    full_start: Tensor,
-    col_idx: Tensor,
-    bitmap_id: Tensor,
-    bitmap: Tensor,
-    row_order: Tensor,
+    rule_tensors: Sequence[Tensor],
+    rule: str,
     key_keep: Tensor | None,
     bias: Tensor | None,
+    q_positions: Tensor | None,
     scale: float,
     softcap: float,
     q_offset: int,
-    band: Sequence[int],
-    config: Sequence[int],
+    kernel: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the block-wise kernel; see ``kernels.attention_blockwise.attention_block_forward``."""
-    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    launch = load_launcher("stof::attention_block")
-    return launch(
-        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
+    """Attend under a mask rule; the block mask of each length is built once and remembered.
+
+    ``q_positions`` (int, [Q] or [B, Q]) replaces ``q_offset`` where the position is known only on
+    the
+    device, as with a preallocated cache: keys past the last position are masked, and a dense mask
+        is used,
+    because a block mask would need the value on the host.
+    """
+    spec = _spec(rule, tuple(rule_tensors))
+    batch, heads, q_len, head_dim = q.shape
+    k_len = k.shape[2]
+    if q_positions is not None or kernel == "sdpa":
+        positions = _positions(q, q_offset, q_positions)
+        keep = _dense_rows(spec, positions, q_len, k_len, batch, heads)(0, q_len)
+        if q_positions is not None:
+            last = positions.amax(-1, keepdim=True)[:, None, :, None]
+            keep = keep & (torch.arange(k_len, device=q.device) <= last)
+        return _attend_dense(q, k, v, keep, key_keep, bias, scale, softcap, return_lse)
+
+    if q.is_cuda:
+        operator, config = _device_choice(kernel, q_len, head_dim, v.shape[3], q)
+    else:
+        from stof_compile import ops_cpu  # noqa: F401  # registers stof::attention_cpu
+
+        operator, config = torch.ops.stof.attention_cpu, [_CPU_BLOCK, _CPU_BLOCK]
+    tile = (config[0], config[1])
+    block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
+    band = [] if block_mask.band is None else block_mask.band.as_ints()
+    chosen = [] if q.is_cuda else ["flex" if kernel in ("auto", "block", "row") else kernel]
+    out, lse = operator(
+        q, k, v, *block_mask.tensors, key_keep, bias, scale, softcap, q_offset, band, config,
+        return_lse, *chosen,
     )  # fmt: skip
+    return out, lse
 
 
-@torch.library.triton_op("stof::attention_row", mutates_args=())
-def attention_row(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plane_map: Tensor,
-    row_ptr: Tensor,
-    full_start: Tensor,
-    col_idx: Tensor,
-    bitmap_id: Tensor,
-    bitmap: Tensor,
-    row_order: Tensor,
-    key_keep: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    q_offset: int,
-    band: Sequence[int],
-    config: Sequence[int],
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attend with the row-wise kernel; see ``kernels.attention_rowwise.attention_row_forward``."""
-    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    launch = load_launcher("stof::attention_row")
-    return launch(
-        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
-    )  # fmt: skip
+@attention_rule.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return fake_attention(q, v, rest[-1])
 
 
-@torch.library.custom_op("stof::attention_backward", mutates_args=())
-def attention_backward(
+@torch.library.custom_op("stof::attention_rule_backward", mutates_args=())
+def attention_rule_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plane_map: Tensor,
-    row_ptr: Tensor,
-    full_start: Tensor,
-    col_idx: Tensor,
-    bitmap_id: Tensor,
-    bitmap: Tensor,
-    row_order: Tensor,
+    rule_tensors: Sequence[Tensor],
+    rule: str,
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    q_positions: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias or [0]) of attention_rule, the rule evaluated strip by strip."""
+    from stof_compile.kernels import reference
+
+    positions = _positions(q, q_offset, q_positions)
+    batch, heads, q_len, _ = q.shape
+    dense = _dense_rows(
+        _spec(rule, tuple(rule_tensors)), positions, q_len, k.shape[2], batch, heads
+    )
+
+    def keep_rows(first: int, last: int) -> Tensor:
+        keep = dense(first, last)
+        if q_positions is None:
+            return keep
+        newest = positions.amax(-1, keepdim=True)[:, None, :, None]
+        return keep & (torch.arange(k.shape[2], device=q.device) <= newest)
+
+    return reference.attention_backward_reference(
+        grad_out, grad_lse, q, k, v, keep_rows, key_keep, bias, scale, softcap,
+        strip=reference.strip_rows(q, k.shape[2], 1), bias_grad=bias_grad,
+    )  # fmt: skip
+
+
+@attention_rule_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    _, _, q, k, v = arguments[:5]
+    return fake_gradients(q, k, v, arguments[8] if arguments[-1] else None)
+
+
+@torch.library.custom_op("stof::dense_mask", mutates_args=())
+def dense_mask(
+    rule_tensors: Sequence[Tensor],
+    rule: str,
+    q_positions: Tensor,
+    k_len: int,
+    batch: int,
+    heads: int,
+) -> Tensor:
+    """Evaluate a rule as bool [1 or batch, 1 or heads, Q, K] for attention left to PyTorch.
+
+    Args:
+        rule_tensors, rule: tensors and JSON of the rule.
+        q_positions: int [Q] or [batch, Q], absolute position of each query.
+        k_len: keys.
+        batch, heads: sizes of the attention; a dimension on which the rule does not depend stays 1.
+    """
+    positions = q_positions if q_positions.dim() == 2 else q_positions[None]
+    q_len = positions.shape[1]
+    spec = _spec(rule, tuple(rule_tensors))
+    return _dense_rows(spec, positions, q_len, k_len, batch, heads)(0, q_len).clone()
+
+
+@dense_mask.register_fake
+def _(
+    rule_tensors: Sequence[Tensor],
+    rule: str,
+    q_positions: Tensor,
+    k_len: int,
+    batch: int,
+    heads: int,
+) -> Tensor:
+    rows, columns = MaskSpec.from_json(rule, tuple(rule_tensors)).plane_shape()
+    planes = q_positions.shape[0] if q_positions.dim() == 2 else 1
+    shape = (
+        max(planes, rows or batch),
+        heads if columns is None else columns,
+        q_positions.shape[-1],
+        k_len,
+    )
+    return q_positions.new_empty(shape, dtype=torch.bool)
+
+
+def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, rule_tensors, rule, key_keep, bias, q_positions = inputs[:8]
+    ctx.save_for_backward(q, k, v, key_keep, bias, q_positions, *rule_tensors)
+    ctx.rule, ctx.numbers, ctx.return_lse = rule, inputs[8:11], inputs[12]
+
+
+def _rule_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, key_keep, bias, q_positions, *rule_tensors = ctx.saved_tensors
+    bias_grad = bias is not None and ctx.needs_input_grad[6]
+    dq, dk, dv, dbias = torch.ops.stof.attention_rule_backward(
+        grad_out, grad_lse if ctx.return_lse else None, q, k, v, rule_tensors, ctx.rule, key_keep,
+        bias, q_positions, *ctx.numbers, bias_grad,
+    )  # fmt: skip
+    no_tensors = [None] * len(rule_tensors)
+    return (dq, dk, dv, no_tensors, None, None, dbias if bias_grad else None, *[None] * 6)
+
+
+def _spec(rule: str, tensors: tuple[Tensor, ...]) -> MaskSpec:
+    """The rule as an object; without tensors the same one each time, with its key known."""
+    return MaskSpec.from_json(rule, tensors) if tensors else _plain_spec(rule)
+
+
+@lru_cache(maxsize=64)
+def _plain_spec(rule: str) -> MaskSpec:
+    return MaskSpec.from_json(rule)
+
+
+def _positions(q: Tensor, q_offset: int, q_positions: Tensor | None) -> Tensor:
+    """Absolute positions of the queries, int64 [1 or batch, Q]."""
+    if q_positions is None:
+        return torch.arange(q_offset, q_offset + q.shape[2], device=q.device)[None]
+    return q_positions.long() if q_positions.dim() == 2 else q_positions.long()[None]
+
+
+def _dense_rows(
+    spec: MaskSpec, positions: Tensor, q_len: int, k_len: int, batch: int, heads: int
+) -> Callable[[int, int], Tensor]:
+    """A function (first, last) that evaluates the rule on query rows first..last-1."""
+    device = positions.device
+    rows, columns = spec.plane_shape()
+    planes = max(positions.shape[0], batch if rows is None else rows)
+    if spec.depends_on_lengths:
+        first_position = int(positions.min()) if positions.numel() else 0
+        spec = spec.bind(q_len, k_len, first_position, device)
+    b = torch.arange(planes, device=device)[:, None, None, None]
+    h = torch.arange(heads if columns is None else columns, device=device)[:, None, None]
+    k_pos = torch.arange(k_len, device=device)
+
+    def keep(first: int, last: int) -> Tensor:
+        q_pos = positions[:, None, first:last, None]
+        kept = spec.keep(b, h, q_pos, k_pos)
+        return kept.expand(b.shape[0], h.shape[0], last - first, k_len)
+
+    return keep
+
+
+def _attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
     key_keep: Tensor | None,
     bias: Tensor | None,
     scale: float,
     softcap: float,
-    q_offset: int,
-    band: Sequence[int],
-    block_q: int,
-    block_k: int,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias or [0]) by the reference formula in strips of query rows.
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """SDPA under a dense mask, or the reference where SDPA has no such feature."""
+    if softcap > 0 or return_lse:
+        from stof_compile.kernels.reference import attention_reference
 
-    Opaque, on any device: the strips read the tile lists, whose values no trace may need.
-    """
-    from stof_compile.kernels import reference
-
-    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    keep_rows = reference.tile_keep_rows(
-        mask, block_q, block_k, q.shape[2], k.shape[2], q_offset, band
-    )
-    return reference.attention_backward_reference(
-        grad_out, grad_lse, q, k, v, keep_rows, key_keep, bias, scale, softcap,
-        strip=reference.strip_rows(q, k.shape[2], block_q), bias_grad=bias_grad,
-    )  # fmt: skip
-
-
-@attention_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
-    _, _, q, k, v = arguments[:5]
-    bias, bias_grad = arguments[13], arguments[-1]
-    return fake_gradients(q, k, v, bias if bias_grad else None)
-
-
-def fake_attention(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """The shapes and strides of every attention operator: (out in [B,Q,H,E] memory, lse)."""
-    batch, heads, q_len = q.shape[:3]
-    out = q.new_empty((batch, q_len, heads, v.shape[3])).transpose(1, 2)
-    lse = q.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
-    return out, lse
-
-
-def fake_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """The shapes of (dq, dk, dv, dbias): contiguous, dbias [0] where none is wanted."""
-    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return (*(t.new_empty(t.shape) for t in (q, k, v)), dbias)
-
-
-def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    """Keep the inputs of an attention operator over a block mask for its gradient."""
-    ctx.save_for_backward(*inputs[: _BIAS + 1])
-    ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, ctx.config = inputs[_BIAS + 1 : _BIAS + 6]
-    ctx.inputs = len(inputs)
-    ctx.return_lse = inputs[_BIAS + 6]
-
-
-def attention_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:  # noqa: ANN401
-    """Gradient of every attention operator over a block mask, for its q, k, v and bias."""
-    saved = ctx.saved_tensors
-    block_q, block_k = ctx.config[:2]
-    bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
-    dq, dk, dv, dbias = torch.ops.stof.attention_backward(
-        grad_out, grad_lse if ctx.return_lse else None, *saved,
-        ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, block_q, block_k, bias_grad,
-    )  # fmt: skip
-    gradients: list[Tensor | None] = [None] * ctx.inputs
-    gradients[_Q], gradients[_K], gradients[_V] = dq, dk, dv
-    gradients[_BIAS] = dbias if bias_grad else None
-    return tuple(gradients)
-
-
-@lru_cache(maxsize=None)
-def load_launcher(operator: str) -> Callable[..., Any]:
-    """Import the launcher of a Triton operator and make its kernel known to torch's caches.
-
-    torch reads the kernels of an operator when the operator is defined, before ours are imported; it
-    needs their source in the keys of its compile caches, or an edited kernel would be ignored.
-    """
-    if operator == "stof::attention_block":
-        from stof_compile.kernels.attention_blockwise import KERNELS, attention_block_forward
-
-        launcher: Callable[..., Any] = attention_block_forward
+        out, lse = attention_reference(q, k, v, keep, key_keep, bias, scale, softcap, True)
+        lse = lse.float() if return_lse else q.new_empty(0, dtype=torch.float32)
     else:
-        from stof_compile.kernels.attention_rowwise import KERNELS, attention_row_forward
-
-        launcher = attention_row_forward
-    known = getattr(torch._library.triton, "triton_ops_to_kernels", None)
-    if known is not None:
-        known[operator] = list(KERNELS)
-    return launcher
-
-
-def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        if q.is_cuda:
-            load_launcher(operator)
-        return fake_attention(q, v, rest[-1])
-
-    return fake
+        mask = keep if key_keep is None else keep & key_keep[:, None, None, :]
+        if bias is not None:
+            mask = torch.where(mask, bias.to(q.dtype), float("-inf"))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        lse = q.new_empty(0, dtype=torch.float32)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
-for _operator in (attention_block, attention_row):
-    _operator.register_fake(_fake(_operator._qualname))
-    _operator.register_autograd(attention_gradient, setup_context=save_attention)
+def _device_choice(
+    kernel: str, q_len: int, head_dim: int, value_dim: int, q: Tensor
+) -> tuple[Any, list[int]]:
+    """Triton operator and config for lengths that nothing was measured for."""
+    if kernel not in ("auto", "block", "row"):
+        raise StofUnsupportedError(
+            f"attention={kernel!r} takes no mask rule on a GPU; use auto, block, row or sdpa"
+        )
+    capability = torch.cuda.get_device_capability(q.device)
+    if kernel == "row" or (kernel == "auto" and q_len == 1):
+        from stof_compile.kernels import attention_rowwise
+
+        rowwise = attention_rowwise.configs(head_dim, q.dtype, capability, value_dim=value_dim)
+        return torch.ops.stof.attention_row, list(rowwise[0])
+    from stof_compile.kernels import attention_blockwise
+
+    blockwise = attention_blockwise.configs(
+        head_dim, q.dtype, capability, value_dim=value_dim, q_len=q_len
+    )
+    return torch.ops.stof.attention_block, list(blockwise[0])
+
+
+attention_rule.register_autograd(_rule_gradient, setup_context=_save_rule)

@@ -1,7 +1,10 @@
-"""Nodes whose value is fixed when a graph is compiled: which they are, their real values, their text.
+"""Nodes whose value is fixed when a graph is compiled: which they are, their real values, their
+text.
 
-A node is static when it depends only on constants, factory functions and buffers (never on user inputs,
-parameters, random numbers or memory the graph writes to). With symbolic shapes it may depend on sizes too; then
+A node is static when it depends only on constants, factory functions and buffers (never on user
+inputs,
+parameters, random numbers or memory the graph writes to). With symbolic shapes it may depend on
+sizes too; then
 it has no single value, but a text that computes it from the sizes.
 """
 
@@ -21,7 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.node_ops import RANDOM, is_inplace, mutations, raw_name, storage_base, tensor_meta
 
-ELEMENT_CAP = 1 << 28  # largest tensor evaluated at compile time, in elements (2 GiB of int64 indices)
+ELEMENT_CAP = (
+    1 << 28
+)  # largest tensor evaluated at compile time, in elements (2 GiB of int64 indices)
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,16 @@ class StaticValues:
 
     graph: Graph
     buffers: Mapping[str, Tensor]
+    derived: dict[tuple[Any, ...], Node] = field(
+        default_factory=dict
+    )  # nodes made from others, shared by sites
     _values: dict[Node, Any] = field(default_factory=dict)
     _static: dict[Node, bool] = field(default_factory=dict)
     _written: set[Node] | None = None
 
     def is_static(self, node: Node) -> bool:
-        """Whether the node's value depends only on constants, factories, unwritten buffers and sizes."""
+        """Whether the node's value depends only on constants, factories, unwritten buffers and
+        sizes."""
         stack = [node]
         while stack:
             current = stack[-1]
@@ -81,7 +90,12 @@ class StaticValues:
         if node.op not in ("call_function", "call_method"):
             return False
         name = raw_name(node)
-        if not name or name in RANDOM or is_inplace(node) or storage_base(node) in self._written_bases():
+        if (
+            not name
+            or name in RANDOM
+            or is_inplace(node)
+            or storage_base(node) in self._written_bases()
+        ):
             return False
         if name == "dropout" or name.startswith("_enter") or name.startswith("_exit"):
             return False
@@ -93,7 +107,8 @@ class StaticValues:
         return self._written
 
     def closure(self, node: Node) -> list[Node]:
-        """The static nodes a static node is computed from (itself included), in graph order; sizes are leaves."""
+        """The static nodes a static node is computed from (itself included), in graph order; sizes
+        are leaves."""
         wanted, stack = set(), [node]
         while stack:
             current = stack.pop()
@@ -107,13 +122,15 @@ class StaticValues:
         """Whether a static node depends on a symbolic size."""
         for current in self.closure(node):
             meta = tensor_meta(current)
-            if is_size(current) or (meta is not None and any(not isinstance(n, int) for n in meta.shape)):
+            if is_size(current) or (
+                meta is not None and any(not isinstance(n, int) for n in meta.shape)
+            ):
                 return True
         return False
 
     def buffers_read(self, node: Node) -> tuple[str, ...]:
         """Names of the buffer placeholders a static node reads."""
-        return tuple(n.name for n in self.closure(node) if n.op == "placeholder")
+        return tuple(n.name for n in self.closure(node) if n.op == "placeholder" and not is_size(n))
 
     def too_large(self, node: Node) -> bool:
         """Whether evaluating the node would need a tensor above ``ELEMENT_CAP``."""
@@ -129,9 +146,11 @@ class StaticValues:
         return False
 
     def evaluate(self, node: Node) -> Any:
-        """Real value of a static node without symbolic sizes; on the device the graph computes it on.
+        """Real value of a static node without symbolic sizes; on the device the graph computes it
+        on.
 
-        Runs outside of every fake, functional and inference mode; the result must not be written to.
+        Runs outside of every fake, functional and inference mode; the result must not be written
+        to.
         """
         if node in self._values:
             return self._values[node]
@@ -157,10 +176,23 @@ class StaticValues:
         return node.target(*args, **kwargs)
 
     def scalar(self, value: Any) -> float | None:
-        """A number, or the single element of a static tensor; None for anything else."""
+        """A number, or the single element of a static tensor; None for anything else.
+
+        A float attribute of a module may reach the graph as a symbolic float; reading it here pins
+        its value with a
+        guard, as torch's own kernels do.
+        """
+        if isinstance(value, Node) and isinstance(value.meta.get("example_value"), torch.SymFloat):
+            symbolic = value.meta["example_value"]
+            return float(symbolic) if symbolic.node.has_hint() else None
         if isinstance(value, Node):
             meta = tensor_meta(value)
-            if meta is None or meta.numel() != 1 or not self.is_static(value) or self.is_symbolic(value):
+            if (
+                meta is None
+                or meta.numel() != 1
+                or not self.is_static(value)
+                or self.is_symbolic(value)
+            ):
                 return None
             value = self.evaluate(value)
             value = value.item() if isinstance(value, Tensor) else value
@@ -189,7 +221,9 @@ class StaticValues:
 def is_size(node: Node) -> bool:
     """Whether the node is an integer of the graph (a symbolic size or arithmetic on one)."""
     value = node.meta.get("example_value")
-    return isinstance(value, torch.SymInt) or (isinstance(value, int) and not isinstance(value, bool))
+    return isinstance(value, torch.SymInt) or (
+        isinstance(value, int) and not isinstance(value, bool)
+    )
 
 
 def run_static_graph(graph: StaticGraph, sizes: list[int]) -> Tensor:
@@ -220,7 +254,9 @@ def _literal(value: Any, names: dict[Node, str]) -> str:
             return f"[{', '.join(inner)}]"
         return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
     if isinstance(value, slice):
-        return f"slice({', '.join(_literal(v, names) for v in (value.start, value.stop, value.step))})"
+        return (
+            f"slice({', '.join(_literal(v, names) for v in (value.start, value.stop, value.step))})"
+        )
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,9 +1,22 @@
-"""Shared set-up: every test starts from an empty Dynamo cache and a cache folder of its own."""
+"""Shared set-up: a private cache folder, and skips for what this process cannot run."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    no_interpreter = pytest.mark.skip(reason="needs a process with TRITON_INTERPRET=1")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
+            item.add_marker(no_interpreter)
 
 
 @pytest.fixture(autouse=True)

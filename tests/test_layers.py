@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan"}),
     frozenset(
-        {"masks", "ops", "ops_cpu", "measure", "store", "capture", "normalize"}
+        {"masks", "ops", "ops_block", "ops_cpu", "measure", "store", "capture", "normalize"}
         | {"emit", "expand_multihead", "node_ops", "static_values"}  # parts of normalize, capture
     ),
     frozenset({"attention", "templates"}),
@@ -33,6 +33,12 @@ def layer_of(part: str) -> int | None:
 def imported_modules(file: Path) -> list[tuple[int, str, bool]]:
     """(line, dotted name, whether inside a function) of every import of a file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
     inside = {
         id(inner)
         for node in ast.walk(tree)
@@ -41,12 +47,15 @@ def imported_modules(file: Path) -> list[tuple[int, str, bool]]:
     }
     found = []
     for node in ast.walk(tree):
+        if id(node) in for_types_only:
+            continue
         lazy = id(node) in inside
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, lazy) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: relative import"
-            if node.module == "stof_compile":
+            if node.level:
+                assert node.level == 1, f"{file}:{node.lineno}: imports from a folder above"
+            elif node.module == "stof_compile":
                 found += [(node.lineno, f"stof_compile.{a.name}", lazy) for a in node.names]
             else:
                 found.append((node.lineno, str(node.module), lazy))
@@ -54,7 +63,9 @@ def imported_modules(file: Path) -> list[tuple[int, str, bool]]:
 
 
 def package_files() -> list[Path]:
-    return sorted((ROOT / "stof_compile").rglob("*.py")) + sorted((ROOT / "templates").rglob("*.py"))
+    return sorted((ROOT / "stof_compile").rglob("*.py")) + sorted(
+        (ROOT / "templates").rglob("*.py")
+    )
 
 
 @pytest.mark.parametrize("file", package_files(), ids=lambda f: str(f.relative_to(ROOT)))
@@ -72,11 +83,10 @@ def test_imports_go_down(file):
             assert root not in ("kernels", "templates"), where
             assert root not in ("triton", "tilelang") or lazy, f"{where}: only inside a function"
             continue
-        parts = name.split(".")
-        assert len(parts) > 1, f"{where}: import the module that defines the name"
-        target = parts[1]
+        target = name.split(".")[1]
         if target == "kernels":
-            assert part in ("ops", "ops_cpu"), f"{where}: kernels are reached through ops"
+            # definitions and facts about kernels may be read; they are run through ops
+            assert lazy and part in ("ops", "ops_block", "ops_cpu", "attention"), where
             continue
         if target == part:
             continue

@@ -40,7 +40,7 @@ def lower_dynamic_site(
         report.reason = "lengths are symbolic and the model's own mask is a tensor, not a rule"
         return False
     same_length = _same_length(site)
-    if option is not None and not same_length and (site.is_causal or not isinstance(parts.q_offset, int | str)):
+    if option is not None and not same_length and (site.is_causal or site.offset.kind != "length"):
         report.reason = "lengths are symbolic and the queries' position is known only at run time"
         return False
     rule = option

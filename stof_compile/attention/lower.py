@@ -21,7 +21,6 @@ from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_sof
 from stof_compile.attention.select import Budget, choose
 from stof_compile.capture import CaptureFacts
 from stof_compile.errors import StofMaskError, StofUnsupportedError
-from stof_compile.masks.convert import recognise
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.masks.split import MaskParts, split_mask
 from stof_compile.measure import real_tensors
@@ -109,17 +108,20 @@ def _lower_site(
     parts = split_mask(gm, ctx.facts, site)
     report.padding, report.bias = parts.padding is not None, parts.bias is not None
     if ctx.options.attention == "off":
-        _keep(gm, site, option, parts, ctx, report, "attention='off'")
+        _keep(gm, site, option, ctx, report, "attention='off'")
         return
     if has_dynamic_lengths(site):
         if not lower_dynamic_site(gm, site, option, parts, ctx.options, report):
-            _keep(gm, site, option, parts, ctx, report, report.reason)
+            _keep(gm, site, option, ctx, report, report.reason)
         return
     if parts.dynamic is not None:
-        _keep(gm, site, option, parts, ctx, report, "; ".join(parts.reasons) or "its mask is known only at run time")
+        _keep(gm, site, option, ctx, report, "; ".join(parts.reasons) or "its mask is known only at run time")
+        return
+    if option is not None and option_offset(site, *lengths(site)) is None:
+        _keep(gm, site, option, ctx, report, "the position of the queries is known only at run time")
         return
     if site.form == "flex":
-        _keep(gm, site, option, parts, ctx, report, "FlexAttention written by the user is kept")
+        _keep(gm, site, option, ctx, report, "FlexAttention written by the user is kept")
         return
     with real_tensors():
         spec, q_offset = static_spec(site, option, parts)
@@ -141,7 +143,7 @@ def _lower_site(
         except StofUnsupportedError as refusal:
             call, report.reason = None, str(refusal)
     if call is None:
-        _keep(gm, site, option, parts, ctx, report, report.reason)
+        _keep(gm, site, option, ctx, report, report.reason)
         return
     replace_site(gm, site, call, parts.padding, parts.bias)
     report.status, report.reason = "rewritten", f"{choice.kernel} {list(choice.config)}: {choice.reason}"
@@ -197,15 +199,16 @@ def static_spec(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) 
         StofMaskError: the option needs the position of the queries and it cannot be told.
     """
     q_len, k_len = lengths(site)
-    own = None if parts.static is None else recognise(parts.static)
+    own = None if parts.static is None else masks.recognise(parts.static)
     if site.is_causal:
         own = masks.causal() if own is None else own & masks.causal()
     if own is not None and own.key == masks.dense().key:
         own = None
     if option is None:
         return own, 0
-    option = option.bind(q_len, k_len)
-    offset = option_offset(site, parts, q_len, k_len)
+    offset = option_offset(site, q_len, k_len)
+    assert offset is not None, "sites with a run-time position are kept"
+    option = option.bind(q_len, k_len, offset, site.q.meta["example_value"].device)
     if offset == 0:
         return (option if own is None else own & option), 0
     if own is None:
@@ -214,7 +217,7 @@ def static_spec(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) 
     device = site.q.meta["example_value"].device
     planes = masks.build_block_mask(option, q_len, k_len, 64, q_offset=offset, device=device).to_dense()
     mine = masks.build_block_mask(own.bind(q_len, k_len), q_len, k_len, 64, device=device).to_dense()
-    return recognise(planes & mine), 0
+    return masks.recognise(planes & mine), 0
 
 
 def lengths(site: AttentionSite) -> tuple[int, int]:
@@ -223,20 +226,25 @@ def lengths(site: AttentionSite) -> tuple[int, int]:
     return int(site.q.meta["example_value"].shape[-2]), int(k.shape[-1] if site.k_transposed else k.shape[-2])
 
 
-def option_offset(site: AttentionSite, parts: MaskParts, q_len: int, k_len: int) -> int:
-    """Return the position of the first query for the option's mask (cross-attention counts both from 0).
+def option_offset(site: AttentionSite, q_len: int, k_len: int) -> int | None:
+    """Return the position of the first query for the option's mask; None when only the run tells it.
+
+    Cross-attention counts queries and keys from 0 each.
 
     Raises:
-        StofMaskError: the position is known only at run time or cannot be told.
+        StofMaskError: the position cannot be told.
     """
+    where = site.offset
     if site.cross:
         return 0
-    if isinstance(parts.q_offset, int):
-        return parts.q_offset
-    raise StofMaskError(
-        f"{site.name}: the mask of the options needs the position of the first query and it cannot be told "
-        f"({q_len} queries, {k_len} keys, {parts.q_offset!r}); give the mask inside the model, or name other layers by path"
-    )
+    if where.kind == "unknown":
+        raise StofMaskError(
+            f"{site.name}: the mask of the options needs the position of the queries and it cannot be told "
+            f"({where.reason}; {q_len} queries, {k_len} keys); give the mask inside the model, or name other layers by path"
+        )
+    if where.kind == "position":
+        return where.value
+    return k_len - q_len
 
 
 # -- sites that stay ------------------------------------------------------------------------------
@@ -246,7 +254,6 @@ def _keep(
     gm: GraphModule,
     site: AttentionSite,
     option: MaskSpec | None,
-    parts: MaskParts,
     ctx: LoweringContext,
     report: SiteReport,
     reason: str,
@@ -258,35 +265,41 @@ def _keep(
     if option is None:
         return
     if site.form == "sdpa":
-        and_mask_into_sdpa(gm, site.output, option_keep(gm, site, option, parts))
+        and_mask_into_sdpa(gm, site.output, option_keep(gm, site, option))
     elif site.form == "softmax" and site.softmax is not None:
-        and_mask_into_softmax(gm, site.softmax, option_keep(gm, site, option, parts))
+        and_mask_into_softmax(gm, site.softmax, option_keep(gm, site, option))
     else:
         raise StofMaskError(f"{site.name}: the mask of the options cannot be put into an attention of form {site.form!r} ({reason})")
     report.status = "masked"
 
 
 def option_keep(
-    gm: GraphModule, site: AttentionSite, option: MaskSpec, parts: MaskParts
+    gm: GraphModule, site: AttentionSite, option: MaskSpec
 ) -> Callable[[Callable[[Node], Proxy]], Any]:
     """Return a builder of the option's mask (and SDPA's causal flag) as ``[B|1, H|1, Q, K]`` for a site.
 
     Raises:
         StofMaskError: the position of the queries cannot be told.
     """
-    position = parts.q_offset
-    if not site.cross and not isinstance(position, int | Node) and position == "unknown":
+    where = site.offset
+    if not site.cross and where.kind == "unknown":
         raise StofMaskError(
-            f"{site.name}: the mask of the options needs the position of the first query and it cannot be told; "
-            "give the mask inside the model, or name other layers by path"
+            f"{site.name}: the mask of the options needs the position of the queries and it cannot be told "
+            f"({where.reason}); give the mask inside the model, or name other layers by path"
         )
-    offset: Callable[[Callable[[Node], Proxy]], Any] | None = None
-    if site.cross:
-        offset = lambda proxy: 0  # noqa: E731
-    elif isinstance(position, Node):  # the position in a preallocated cache
-        offset = lambda proxy: proxy(position)  # noqa: E731
+
+    def positions(proxy: Callable[[Node], Proxy], rows: Proxy) -> Any:
+        if site.cross:
+            return rows
+        if where.node is None:
+            return rows + where.value
+        start = proxy(where.node)
+        example = where.node.meta.get("example_value")
+        whole = isinstance(example, torch.Tensor) and example.numel() > 1
+        return start.reshape(-1) if whole else rows + start
 
     def sizes(proxy: Callable[[Node], Proxy]) -> tuple[Proxy, Proxy]:
         return proxy(site.q).size(-2), proxy(site.k).size(-1 if site.k_transposed else -2)
 
-    return dense_keep(gm, option, site.q, sizes, causal=site.is_causal, offset=offset)
+    known = site.cross or where.node is not None or where.value is not None
+    return dense_keep(gm, option, site.q, sizes, causal=site.is_causal, positions=positions if known else None)

@@ -13,7 +13,7 @@ from stof_compile.attention.match import NearMiss
 from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_softmax
 from stof_compile.capture import CaptureFacts, add_buffer
 from stof_compile.errors import StofMaskError
-from stof_compile.masks.convert import as_spec
+from stof_compile.masks import as_mask_spec
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.options import StofOptions
 
@@ -27,7 +27,7 @@ def mask_near_misses(gm: GraphModule, near_misses: Sequence[NearMiss], mask: obj
     for miss in near_misses:
         if isinstance(mask, Mapping):
             continue  # a path that names no site was refused or listed by resolve_masks
-        _mask_node(gm, miss.node, as_spec(mask), f"{miss.name} ({miss.reason})")
+        _mask_node(gm, miss.node, as_mask_spec(mask), f"{miss.name} ({miss.reason})")
 
 
 def mask_only(gm: GraphModule, facts: CaptureFacts, options: StofOptions) -> None:
@@ -43,7 +43,7 @@ def mask_only(gm: GraphModule, facts: CaptureFacts, options: StofOptions) -> Non
             "the masks of the options are given by path and STOF's own passes failed on this graph, so they cannot be "
             "assigned; see the logged reason, or run without the option"
         )
-    spec = as_spec(options.mask)
+    spec = as_mask_spec(options.mask)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and (node.target is F.scaled_dot_product_attention or _is_softmax(node)):
             _mask_node(gm, node, spec, node.name)
@@ -78,7 +78,7 @@ def dense_keep(
     sizes: Callable[[Callable[[Node], Proxy]], tuple[Proxy, Proxy]],
     *,
     causal: bool,
-    offset: Callable[[Callable[[Node], Proxy]], Any] | None = None,
+    positions: Callable[[Callable[[Node], Proxy], Proxy], Any] | None = None,
 ) -> Callable[[Callable[[Node], Proxy]], Any]:
     """Return a builder of ``stof::dense_mask`` for a rule.
 
@@ -87,7 +87,7 @@ def dense_keep(
         like: node ``[B, H, ...]`` that gives device, batch and heads.
         sizes: returns query and key length as proxies.
         causal: and SDPA's upper-left causal rule as well.
-        offset: position of the first query; by default the queries end where the keys end.
+        positions: turns the row numbers ``[Q]`` into absolute positions; by default the queries end where the keys end.
     """
     from stof_compile import masks
 
@@ -103,8 +103,7 @@ def dense_keep(
             arguments = (tensors, rule.to_json(), positions.node, k_len.node, batch, heads)
             return proxy(gm.graph.call_function(torch.ops.stof.dense_mask.default, arguments))
 
-        first = (k_len - q_len) if offset is None else offset(proxy)
-        wanted = dense(spec, rows + first)
+        wanted = dense(spec, rows + (k_len - q_len) if positions is None else positions(proxy, rows))
         return wanted & dense(masks.causal(), rows) if causal else wanted
 
     return keep

@@ -11,14 +11,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from stof_compile.attention.origin import QueryOffset, is_cross, query_offset
-from stof_compile.attention.patterns import Mismatch, Scores, Term, Weights, read_scores, read_weights, unrepeated
+from stof_compile.attention.patterns import (
+    Mismatch,
+    Scores,
+    Term,
+    Weights,
+    read_scores,
+    read_weights,
+    unrepeated,
+)
 from stof_compile.capture import CaptureFacts, site_path
-from stof_compile.emit import emit
+from stof_compile.emit import autocast_dtype, emit
 from stof_compile.node_ops import (
     argument,
     dtype_of,
     mutations,
-    number,
     operation,
     raw_name,
     same_size,
@@ -77,7 +84,13 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Attention that is left as it is: where (``node``: the SDPA call or the softmax) and why."""
+    """Attention that is left as it is.
+
+    Args:
+        name, path, source: as for a site.
+        node: the SDPA call, the softmax, or the fused module call. reason: why it is left.
+        cross: keys come from another sequence. offset: position of the query rows, for an added mask.
+    """
 
     name: str
     node: Node
@@ -85,9 +98,12 @@ class NearMiss:
     path: tuple[str, ...] = ()
     source: str = ""
     cross: bool = False
+    offset: QueryOffset = QueryOffset("unknown", reason="queries and keys could not be told apart")
 
 
-def match_attention(gm: GraphModule, facts: CaptureFacts) -> tuple[list[AttentionSite], list[NearMiss]]:
+def match_attention(
+    gm: GraphModule, facts: CaptureFacts
+) -> tuple[list[AttentionSite], list[NearMiss]]:
     """Find every attention of a graph, in graph order.
 
     The graph keeps its meaning; views of operands may be added (unused unless a site is replaced).
@@ -103,22 +119,43 @@ def match_attention(gm: GraphModule, facts: CaptureFacts) -> tuple[list[Attentio
         taken[name] = count + 1
         name = f"{name}#{count}" if count else name
         if isinstance(found, Mismatch):
-            misses.append(NearMiss(name, node, found.reason, path, source_line(node)))
+            cross, offset = _miss_facts(gm, node, facts)
+            misses.append(
+                NearMiss(name, node, found.reason, path, source_line(node), cross, offset)
+            )
         else:
             sites.append(AttentionSite(name=name, path=path, source=source_line(node), **found))
     return sites, misses
+
+
+def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool, QueryOffset]:
+    """Whether a near miss is cross-attention, and where its queries stand."""
+    q: Any = argument(node, 0, "query")
+    k: Any = argument(node, 1, "key")
+    if operation(node) == "softmax":
+        scores = read_scores(node, facts.static)
+        if not isinstance(scores, Scores):
+            return False, NearMiss.offset
+        q, k = scores.q, scores.k
+        if scores.k_transposed:
+            return is_cross(gm.graph, q, k, node), query_offset(gm.graph, q, k, node, -1)
+    if not (isinstance(q, Node) and isinstance(k, Node)):
+        return False, NearMiss.offset
+    return is_cross(gm.graph, q, k, node), query_offset(gm.graph, q, k, node)
 
 
 Found = dict[str, Any]
 Writes = list[tuple[Node, Node]]
 
 
-def _candidates(gm: GraphModule, facts: CaptureFacts, writes: Writes) -> Iterator[tuple[Node, Found | Mismatch]]:
+def _candidates(
+    gm: GraphModule, facts: CaptureFacts, writes: Writes
+) -> Iterator[tuple[Node, Found | Mismatch]]:
     for node in list(gm.graph.nodes):
         name = operation(node)
         found: Found | Mismatch | None = None
         if name == "scaled_dot_product_attention":
-            found = _sdpa_site(gm, node, writes)
+            found = _sdpa_site(gm, node, facts, writes)
         elif name == "softmax":
             found = _softmax_site(gm, node, facts, writes)
         elif name == "flex_attention":
@@ -126,7 +163,9 @@ def _candidates(gm: GraphModule, facts: CaptureFacts, writes: Writes) -> Iterato
         elif raw_name(node).startswith("stof::attention"):
             found = _kernel_site(node, "stof")
         elif name == "multi_head_attention_forward":
-            found = Mismatch("nn.MultiheadAttention with bias_k, add_zero_attn or static keys stays one call")
+            found = Mismatch(
+                "nn.MultiheadAttention with bias_k, add_zero_attn or static keys stays one call"
+            )
         elif name == "_transformer_encoder_layer_fwd":
             found = Mismatch("a fused nn.TransformerEncoderLayer on nested tensors stays one call")
         if found is not None:
@@ -146,19 +185,24 @@ def _kernel_site(node: Node, form: Form) -> Found | None:
 # -- SDPA ------------------------------------------------------------------------------------------
 
 
-def _sdpa_site(gm: GraphModule, node: Node, writes: Writes) -> Found | Mismatch:
+def _sdpa_site(
+    gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writes
+) -> Found | Mismatch:
     given = dict(zip(SDPA_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     q, k, v = (given.get(n) for n in SDPA_ARGUMENTS[:3])
     if not (isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)):
         return Mismatch("q, k or v is no tensor of the graph")
-    mask, scale = given.get("attn_mask"), given.get("scale")
-    dropout, causal = given.get("dropout_p", 0.0), given.get("is_causal", False)
-    if number(dropout) != 0.0:
-        shown = dropout if isinstance(dropout, float) else "a value of the graph"
+    mask, scale = given.get("attn_mask"), facts.static.scalar(given.get("scale"))
+    dropout, causal = (
+        facts.static.scalar(given.get("dropout_p", 0.0)),
+        given.get("is_causal", False),
+    )
+    if dropout != 0.0:
+        shown = "a value of the graph" if dropout is None else dropout
         return Mismatch(f"dropout_p is {shown}: attention dropout is not supported")
     if not isinstance(causal, bool):
         return Mismatch("is_causal is a value of the graph")
-    if scale is not None and number(scale) is None:
+    if scale is None and given.get("scale") is not None:
         return Mismatch("scale is a value of the graph")
     if mask is not None and causal:
         return Mismatch("attn_mask and is_causal together: what that means depends on the device")
@@ -169,18 +213,29 @@ def _sdpa_site(gm: GraphModule, node: Node, writes: Writes) -> Found | Mismatch:
             return Mismatch(f"attn_mask is a {type(meta).__name__}, not a plain tensor")
         terms = (Term("keep", mask) if meta.dtype == torch.bool else Term("add", mask),)
     k_source, v_source, gqa = _ungrouped(k, v, bool(given.get("enable_gqa", False)))
+    q, k_source, v_source = _autocast(gm, node, node, q, k_source, v_source)
     problem = _operand_problem(q, k_source, v_source, node, transposed=False)
     if problem is None:
-        problem = _written_between(node, node, (q, k_source, v_source, *(t.node for t in terms)), writes)
+        problem = _written_between(
+            node, node, (q, k_source, v_source, *(t.node for t in terms)), writes
+        )
     if problem is not None:
         return problem
     return {
-        "form": "sdpa", "output": node, "q": q, "k": k_source, "v": v_source, "terms": terms,
+        "form": "sdpa",
+        "output": node,
+        "q": q,
+        "k": k_source,
+        "v": v_source,
+        "terms": terms,
         "mask": mask if terms and terms[0].kind == "keep" else None,
         "bias": mask if terms and terms[0].kind == "add" else None,
-        "is_causal": causal, "scale": number(scale), "enable_gqa": gqa,
-        "cross": is_cross(gm.graph, q, k_source, node), "offset": query_offset(gm.graph, q, k_source, node),
-    }  # fmt: skip
+        "is_causal": causal,
+        "scale": scale,
+        "enable_gqa": gqa,
+        "cross": is_cross(gm.graph, q, k_source, node),
+        "offset": query_offset(gm.graph, q, k_source, node),
+    }
 
 
 def _ungrouped(k: Node, v: Node, gqa: bool) -> tuple[Node, Node, bool]:
@@ -194,7 +249,9 @@ def _ungrouped(k: Node, v: Node, gqa: bool) -> tuple[Node, Node, bool]:
 # -- softmax ---------------------------------------------------------------------------------------
 
 
-def _softmax_site(gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writes) -> Found | Mismatch | None:
+def _softmax_site(
+    gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writes
+) -> Found | Mismatch | None:
     weights = read_weights(node)
     if weights is None:
         return None
@@ -211,6 +268,7 @@ def _softmax_site(gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writ
     if not scores.k_transposed:
         k, v, gqa = _ungrouped(k, v, False)
     heads = [(shape_of(n) or (0, 0))[1] for n in (q, k)]
+    q, k, v = _autocast(gm, weights.output, node, q, k, v)
     gqa = gqa or (isinstance(heads[0], int) and isinstance(heads[1], int) and heads[0] != heads[1])
     problem = _operand_problem(q, k, v, output, transposed=scores.k_transposed)
     interior = (*reversed(scores.nodes), node, *weights.nodes)
@@ -223,13 +281,23 @@ def _softmax_site(gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writ
         return problem
     single = scores.terms[0] if len(scores.terms) == 1 else None
     return {
-        "form": "softmax", "output": output, "q": q, "k": k, "v": v, "k_transposed": scores.k_transposed,
-        "terms": scores.terms, "mask": single.node if single and single.kind == "keep" else None,
+        "form": "softmax",
+        "output": output,
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_transposed": scores.k_transposed,
+        "terms": scores.terms,
+        "mask": single.node if single and single.kind == "keep" else None,
         "bias": single.node if single and single.kind == "add" and single.factor == 1.0 else None,
-        "scale": scores.scale, "softcap": scores.softcap, "enable_gqa": gqa,
-        "cross": is_cross(gm.graph, q, k, output), "nodes": interior, "softmax": node,
+        "scale": scores.scale,
+        "softcap": scores.softcap,
+        "enable_gqa": gqa,
+        "cross": is_cross(gm.graph, q, k, output),
+        "nodes": interior,
+        "softmax": node,
         "offset": query_offset(gm.graph, q, k, output, -1 if scores.k_transposed else -2),
-    }  # fmt: skip
+    }
 
 
 def _softmax_problem(node: Node, scores: Scores, weights: Weights) -> Mismatch | None:
@@ -251,7 +319,9 @@ def _softmax_problem(node: Node, scores: Scores, weights: Weights) -> Mismatch |
     return None
 
 
-def _four_dimensional(gm: GraphModule, scores: Scores, weights: Weights) -> tuple[Any, Node, Node, Node]:
+def _four_dimensional(
+    gm: GraphModule, scores: Scores, weights: Weights
+) -> tuple[Any, Node, Node, Node]:
     """Output, q, k, v as [B, H, S, D]; products on [B*H, S, D] are read through the reshape normalisation added."""
     output, v = weights.output, weights.v
     v_dtype = dtype_of(v)
@@ -287,10 +357,31 @@ def _first_call_after(node: Node) -> Node:
     return place
 
 
+def _autocast(gm: GraphModule, product: Node, before: Node, *operands: Node) -> list[Node]:
+    """Operands as the autocast region around a product sees them: cast to the dtype of its result."""
+    wanted = dtype_of(product)
+    if (
+        wanted is None
+        or autocast_dtype(gm.graph, product) != wanted
+        or all(dtype_of(n) == wanted for n in operands)
+    ):
+        return list(operands)
+    cast: list[Node] = []
+    for node in operands:
+        cast += (
+            [node]
+            if dtype_of(node) == wanted
+            else emit(gm.graph, before, product, lambda t: t.to(wanted), node)
+        )
+    return cast
+
+
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _operand_problem(q: Node, k: Node, v: Node, output: Node, *, transposed: bool) -> Mismatch | None:
+def _operand_problem(
+    q: Node, k: Node, v: Node, output: Node, *, transposed: bool
+) -> Mismatch | None:
     metas = [tensor_meta(n) for n in (q, k, v, output)]
     if any(meta is None for meta in metas):
         return Mismatch("shape and dtype of q, k, v or the result are unknown")
@@ -299,12 +390,16 @@ def _operand_problem(q: Node, k: Node, v: Node, output: Node, *, transposed: boo
         if type(meta) not in (torch.Tensor, FakeTensor):
             return Mismatch(f"{name} is a {type(meta).__name__}")
         if meta.dim() != 4:
-            return Mismatch(f"{name} has {meta.dim()} dimensions, not [batch, heads, sequence, head dim]")
+            return Mismatch(
+                f"{name} has {meta.dim()} dimensions, not [batch, heads, sequence, head dim]"
+            )
         if meta.dtype not in FLOATS:
             return Mismatch(f"{name} is {meta.dtype}")
     dtypes = {str(meta.dtype) for meta in metas if meta is not None}
     if len(dtypes) > 1:
-        return Mismatch(f"q, k, v and the result have different dtypes: {', '.join(sorted(dtypes))}")
+        return Mismatch(
+            f"q, k, v and the result have different dtypes: {', '.join(sorted(dtypes))}"
+        )
     (qb, qh, _, qd), ks, (vb, vh, v_len, _) = (tuple(m.shape) for m in metas[:3])  # type: ignore[union-attr]
     kb, kh, k_len, kd = (ks[0], ks[1], ks[3], ks[2]) if transposed else ks
     if not (same_size(qb, kb) and same_size(qb, vb)):
@@ -316,7 +411,9 @@ def _operand_problem(q: Node, k: Node, v: Node, output: Node, *, transposed: boo
     return None
 
 
-def _written_between(first: Node, last: Node, read: tuple[Node, ...], writes: Writes) -> Mismatch | None:
+def _written_between(
+    first: Node, last: Node, read: tuple[Node, ...], writes: Writes
+) -> Mismatch | None:
     """A write to an operand's memory between the first matched node and the place where the operands are read anew."""
     if not writes:
         return None

@@ -26,8 +26,21 @@ from stof_compile.node_ops import (
 from stof_compile.static_values import is_size
 
 # A projection ends the local computation of q or k; the residual stream continues through everything else.
-PROJECTIONS = frozenset({"linear", "addmm", "matmul", "bmm", "mm", "baddbmm", "embedding", "scaled_dot_product_attention"})
-CACHE_WRITES = frozenset({"index_copy", "index_put", "setitem", "copy", "slice_scatter", "scatter", "index_add"})
+PROJECTIONS = frozenset(
+    {
+        "linear",
+        "addmm",
+        "matmul",
+        "bmm",
+        "mm",
+        "baddbmm",
+        "embedding",
+        "scaled_dot_product_attention",
+    }
+)
+CACHE_WRITES = frozenset(
+    {"index_copy", "index_put", "setitem", "copy", "slice_scatter", "scatter", "index_add"}
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,12 @@ def key_writes(graph: Graph, key: Node, reader: Node) -> list[Node]:
     for node in graph.nodes:
         if node is reader:
             break
-        if is_inplace(node) and node.args and isinstance(node.args[0], Node) and storage_base(node.args[0]) is base:
+        if (
+            is_inplace(node)
+            and node.args
+            and isinstance(node.args[0], Node)
+            and storage_base(node.args[0]) is base
+        ):
             found.append(node)
     functional = base if operation(base) in CACHE_WRITES else None
     return found + ([functional] if functional is not None and functional not in found else [])
@@ -65,7 +83,9 @@ def _memory(node: Node) -> Node:
     """Storage base, seen through the copies a repeated or cast key makes."""
     while True:
         base = storage_base(node)
-        if operation(base) in ("repeat_interleave", "clone", "repeat", "mul") and isinstance(base.args[0], Node):
+        if operation(base) in ("repeat_interleave", "clone", "repeat", "mul") and isinstance(
+            base.args[0], Node
+        ):
             node = base.args[0]
         else:
             return base
@@ -89,16 +109,28 @@ def query_offset(graph: Graph, q: Node, k: Node, reader: Node, k_axis: int = -2)
         if same_size(q_len, k_len):
             difference = 0
         if base.op == "placeholder" and difference != 0:
-            return QueryOffset("length", difference, reason="keys are an input of the graph; taken to end with the queries")
+            return QueryOffset(
+                "length",
+                difference,
+                reason="keys are an input of the graph; taken to end with the queries",
+            )
         return QueryOffset("length", difference)
     positions = [_written_position(node) for node in writes]
     found = next((p for p in positions if p is not None), None)
     if found is None:
-        return QueryOffset("unknown", reason=f"keys are written by '{writes[-1].name}' at a place that cannot be told")
+        return QueryOffset(
+            "unknown",
+            reason=f"keys are written by '{writes[-1].name}' at a place that cannot be told",
+        )
     value, node = found
     if value is None and node is None:
-        return QueryOffset("unknown", reason=f"keys are written by '{writes[-1].name}' at a place that cannot be told")
-    return QueryOffset("position", value, node, f"position of '{writes[-1].name}' in the preallocated cache")
+        return QueryOffset(
+            "unknown",
+            reason=f"keys are written by '{writes[-1].name}' at a place that cannot be told",
+        )
+    return QueryOffset(
+        "position", value, node, f"position of '{writes[-1].name}' in the preallocated cache"
+    )
 
 
 def _written_position(node: Node) -> tuple[int | None, Node | None] | None:
@@ -113,9 +145,18 @@ def _written_position(node: Node) -> tuple[int | None, Node | None] | None:
         nodes = [i for i in entries if isinstance(i, Node) and tensor_meta(i) is not None]
         if len(nodes) == 1:
             meta = tensor_meta(nodes[0])
-            integer = meta is not None and not meta.is_floating_point() and meta.dtype != torch.bool and meta.dim() <= 1
+            integer = (
+                meta is not None
+                and not meta.is_floating_point()
+                and meta.dtype != torch.bool
+                and meta.dim() <= 1
+            )
             return (None, nodes[0]) if integer else None
-        bounds = [i for i in entries if isinstance(i, slice) and (i.start is not None or i.stop is not None)]
+        bounds = [
+            i
+            for i in entries
+            if isinstance(i, slice) and (i.start is not None or i.stop is not None)
+        ]
         if len(bounds) == 1 and not nodes:
             return _position_of(bounds[0].start)
     if name == "slice_scatter":
@@ -124,7 +165,11 @@ def _written_position(node: Node) -> tuple[int | None, Node | None] | None:
         target = node.args[0]
         if isinstance(target, Node) and operation(target) == "getitem":
             entries = target.args[1] if isinstance(target.args[1], tuple) else (target.args[1],)
-            bounds = [i for i in entries if isinstance(i, slice) and (i.start is not None or i.stop is not None)]
+            bounds = [
+                i
+                for i in entries
+                if isinstance(i, slice) and (i.start is not None or i.stop is not None)
+            ]
             return _position_of(bounds[0].start) if len(bounds) == 1 else None
         if isinstance(target, Node) and operation(target) == "narrow":
             return _position_of(argument(target, 2, "start"))
@@ -146,7 +191,9 @@ def is_cross(graph: Graph, q: Node, k: Node, reader: Node) -> bool:
     (also when the keys pass through a cache), cross-attention shares none.
     """
     near = _stream(graph, q, reader, deep=False) & _stream(graph, k, reader, deep=False)
-    return not near and not (_stream(graph, q, reader, deep=True) & _stream(graph, k, reader, deep=True))
+    return not near and not (
+        _stream(graph, q, reader, deep=True) & _stream(graph, k, reader, deep=True)
+    )
 
 
 def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]:
@@ -159,7 +206,7 @@ def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]
             continue
         crossed.add((node, projected))
         name = operation(node)
-        if projected and tensor_meta(node) is not None:
+        if projected and tensor_meta(node) is not None and not is_module_tensor(node):
             seen.add(node)
             if not deep:
                 continue
@@ -181,7 +228,11 @@ def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]
             continue
         if _is_positional(node):
             continue
-        stack.extend((a, projected) for a in node.all_input_nodes if _is_activation(a) or operation(node) in VIEWS)
+        stack.extend(
+            (a, projected)
+            for a in node.all_input_nodes
+            if _is_activation(a) or operation(node) in VIEWS
+        )
     return {node for node in seen if not _is_shared_constant(node)}
 
 
@@ -196,7 +247,10 @@ def _is_activation(node: Node) -> bool:
 
 def _is_positional(node: Node) -> bool:
     """Rotary tables and other trigonometry do not belong to a sequence."""
-    return operation(node) in ("cos", "sin", "arange", "outer", "polar") or raw_name(node) == "get_attr"
+    return (
+        operation(node) in ("cos", "sin", "arange", "outer", "polar")
+        or raw_name(node) == "get_attr"
+    )
 
 
 def _is_shared_constant(node: Node) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch.fx import Node
 
+from stof_compile.masks.mask_tree import MASKING_LIMIT
 from stof_compile.node_ops import (
     argument,
     dtype_of,
@@ -28,8 +29,6 @@ from stof_compile.node_ops import (
     tensor_meta,
 )
 from stof_compile.static_values import StaticValues
-
-MASKING_LIMIT = -1e4  # a score moved by this or less gets no weight beside any other: a mask, not a bias
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,18 @@ def read_weights(softmax: Node) -> Weights | Mismatch | None:
     """Follow a softmax to the product with the values; None when there is no such product."""
     node, passed = softmax, []
     while True:
-        products = [u for u in node.users if operation(u) in ("matmul", "bmm") and argument(u, 0, "input") is node]
+        products = [
+            u
+            for u in node.users
+            if operation(u) in ("matmul", "bmm") and argument(u, 0, "input") is node
+        ]
         if products:
             break
-        followers = [u for u in node.users if is_cast(u) or operation(u) in ("contiguous", "dropout", "view", "reshape")]
+        followers = [
+            u
+            for u in node.users
+            if is_cast(u) or operation(u) in ("contiguous", "dropout", "view", "reshape")
+        ]
         if not followers:
             return None
         if operation(followers[0]) == "dropout":
@@ -114,7 +121,7 @@ def read_weights(softmax: Node) -> Weights | Mismatch | None:
         passed.append(node)
     product = products[0]
     v = argument(product, 1, "mat2", product.kwargs.get("other"))
-    if not isinstance(v, Node) or v.op == "placeholder" and len(shape_of(v) or ()) < 3:
+    if not isinstance(v, Node) or (v.op == "placeholder" and len(shape_of(v) or ()) < 3):
         return None
     for inner in (softmax, *passed):
         others = [u for u in inner.users if u is not product and u not in passed]
@@ -152,10 +159,27 @@ def _has_product(node: Node, depth: int = 16) -> bool:
     return any(_has_product(a, depth - 1) for a in operands if shape_of(a) is not None)
 
 
-SCORE_OPERATIONS = frozenset({
-    "add", "sub", "mul", "div", "neg", "masked_fill", "where", "tanh", "contiguous", "view", "reshape", "flatten",
-    "unflatten", "clamp", "clone", "unsqueeze", "squeeze",
-})  # fmt: skip
+SCORE_OPERATIONS = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "masked_fill",
+        "where",
+        "tanh",
+        "contiguous",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "clamp",
+        "clone",
+        "unsqueeze",
+        "squeeze",
+    }
+)
 
 
 def _step(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
@@ -164,8 +188,10 @@ def _step(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
         return _only(node, 0)
     if name in ("view", "reshape", "flatten", "unflatten"):
         inner = _only(node, 0)
-        return inner if isinstance(inner, Mismatch) or _splits_heads(inner, node) else Mismatch(
-            f"the scores are reshaped by {_described(node)}"
+        return (
+            inner
+            if isinstance(inner, Mismatch) or _splits_heads(inner, node)
+            else Mismatch(f"the scores are reshaped by {_described(node)}")
         )
     if name in ("mul", "div"):
         return _scaled(node, name, walk)
@@ -203,7 +229,11 @@ def _term(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
         mask, fill = argument(node, 1, "mask"), walk.static.scalar(argument(node, 2, "value"))
         return _masked(node, node.args[0], mask, "drop", fill, rank, walk)
     if name == "where":
-        condition, kept, other = argument(node, 0, "condition"), argument(node, 1, "input"), argument(node, 2, "other")
+        condition, kept, other = (
+            argument(node, 0, "condition"),
+            argument(node, 1, "input"),
+            argument(node, 2, "other"),
+        )
         if isinstance(kept, Node) and _has_product(kept):
             return _masked(node, kept, condition, "keep", walk.static.scalar(other), rank, walk)
         return _masked(node, other, condition, "drop", walk.static.scalar(kept), rank, walk)
@@ -224,7 +254,13 @@ def _term(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
 
 
 def _masked(
-    node: Node, scores: object, mask: object, kind: Literal["keep", "drop"], fill: float | None, rank: int, walk: _Walk
+    node: Node,
+    scores: object,
+    mask: object,
+    kind: Literal["keep", "drop"],
+    fill: float | None,
+    rank: int,
+    walk: _Walk,
 ) -> Node | Mismatch:
     if not isinstance(scores, Node) or not isinstance(mask, Node) or fill is None:
         return Mismatch(f"cannot read the mask of {_described(node)}")
@@ -238,7 +274,11 @@ def _read_product(node: Node, walk: _Walk) -> Scores | Mismatch:
     factor = walk.factor
     if operation(node) == "baddbmm":
         alpha, beta = (number(node.kwargs.get(n, 1)) for n in ("alpha", "beta"))
-        added, q, k = argument(node, 0, "input"), argument(node, 1, "batch1"), argument(node, 2, "batch2")
+        added, q, k = (
+            argument(node, 0, "input"),
+            argument(node, 1, "batch1"),
+            argument(node, 2, "batch2"),
+        )
         if alpha is None or beta is None:
             return Mismatch(f"alpha or beta of {_described(node)} is no number")
         if beta != 0.0:
@@ -255,7 +295,9 @@ def _read_product(node: Node, walk: _Walk) -> Scores | Mismatch:
     if walk.softcap:
         scale *= walk.softcap  # cap * tanh(f * s) = cap * tanh((f * cap) * s / cap)
     terms = tuple(reversed(walk.terms))
-    return Scores(q, k, narrow_q, narrow_k, not transposed, scale, abs(walk.softcap), terms, tuple(walk.nodes))
+    return Scores(
+        q, k, narrow_q, narrow_k, not transposed, scale, abs(walk.softcap), terms, tuple(walk.nodes)
+    )
 
 
 def peel_operand(node: Node, static: StaticValues) -> tuple[Node, Node, float]:
@@ -307,7 +349,9 @@ def _widens(node: Node) -> bool:
     if before is None or after is None or before.device != after.device:
         return False
     return before.dtype == after.dtype or (
-        before.is_floating_point() and after.is_floating_point() and before.element_size() < after.element_size()
+        before.is_floating_point()
+        and after.is_floating_point()
+        and before.element_size() < after.element_size()
     )
 
 
@@ -341,7 +385,12 @@ def unrepeated(node: Node) -> tuple[Node, int] | None:
     if name == "repeat_interleave":
         source, times = argument(node, 0, "input"), argument(node, 1, "repeats")
         inner = shape_of(source)
-        if isinstance(times, int) and inner is not None and argument(node, 2, "dim") in (1, -3) and len(inner) == 4:
+        if (
+            isinstance(times, int)
+            and inner is not None
+            and argument(node, 2, "dim") in (1, -3)
+            and len(inner) == 4
+        ):
             return source, times
         return None
     if name not in ("reshape", "view", "flatten", "contiguous"):
@@ -350,11 +399,21 @@ def unrepeated(node: Node) -> tuple[Node, int] | None:
     if name == "contiguous" and isinstance(expanded, Node):
         return unrepeated(expanded)
     five = shape_of(expanded)
-    if not isinstance(expanded, Node) or operation(expanded) not in ("expand", "repeat") or five is None:
+    if (
+        not isinstance(expanded, Node)
+        or operation(expanded) not in ("expand", "repeat")
+        or five is None
+    ):
         return None
     opened = expanded.args[0]
     before = shape_of(opened)
-    if len(five) != 5 or before is None or len(before) != 5 or not is_one(before[2]) or not isinstance(five[2], int):
+    if (
+        len(five) != 5
+        or before is None
+        or len(before) != 5
+        or not is_one(before[2])
+        or not isinstance(five[2], int)
+    ):
         return None
     if not isinstance(opened, Node) or operation(opened) not in ("getitem", "unsqueeze"):
         return None
@@ -363,7 +422,11 @@ def unrepeated(node: Node) -> tuple[Node, int] | None:
     if not isinstance(source, Node) or inner is None or len(inner) != 4:
         return None
     unchanged = (before[0], before[1], before[3], before[4])
-    if not all(map(same_size, inner, unchanged)) or not same_size(five[1], inner[1]) or not same_size(out[2], inner[2]):
+    if (
+        not all(map(same_size, inner, unchanged))
+        or not same_size(five[1], inner[1])
+        or not same_size(out[2], inner[2])
+    ):
         return None
     if not isinstance(inner[1], int) or out[1] != inner[1] * five[2]:
         return None

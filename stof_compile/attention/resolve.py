@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from stof_compile.attention.match import AttentionSite
 from stof_compile.errors import StofMaskError
-from stof_compile.masks.convert import as_spec
+from stof_compile.masks import as_mask_spec
 from stof_compile.masks.spec import MaskSpec
 
 
@@ -57,9 +57,9 @@ def resolve_masks(mask: object, sites: Sequence[AttentionSite], *, path_known: b
     if mask is None:
         return ResolvedMasks({})
     if not isinstance(mask, Mapping):
-        spec = as_spec(mask)
+        spec = as_mask_spec(mask)
         return ResolvedMasks({site.name: spec for site in sites if not site.cross})
-    specs = {key: as_spec(value) for key, value in mask.items()}
+    specs = {key: as_mask_spec(value) for key, value in mask.items()}
     if sites and not path_known:
         raise StofMaskError(
             f"options['mask'] names paths ({', '.join(specs)}) but this graph starts inside a submodule whose place in the "

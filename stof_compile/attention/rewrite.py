@@ -16,6 +16,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from stof_compile.attention.call import KernelCall
 from stof_compile.attention.match import AttentionSite
 from stof_compile.capture import add_buffer
+from stof_compile.emit import emit
 from stof_compile.errors import StofMaskError
 
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -104,19 +105,12 @@ def _as_proxy(value: Any, proxy: Callable[[Node], Proxy]) -> Any:
 def replace_output(gm: GraphModule, old: Node, build: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
     """Replace a node by what ``build`` writes in front of it; ``build`` gets a function from nodes to proxies."""
     tracer = GraphAppendingTracer(gm.graph)
-    before = set(gm.graph.nodes)
-    with gm.graph.inserting_before(old):
-        new = build(lambda node: Proxy(node, tracer)).node
-    for node in gm.graph.nodes:
-        if node not in before:
-            node.meta.setdefault("nn_module_stack", old.meta.get("nn_module_stack", {}))
-            node.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
-    new.meta["example_value"] = old.meta.get("example_value")
+    (new,) = emit(gm.graph, old, old, lambda: build(lambda node: Proxy(node, tracer)))
     old.replace_all_uses_with(new)
-    erase_unused(gm, old)
+    erase_dead(gm, old)
 
 
-def erase_unused(gm: GraphModule, start: Node) -> int:
+def erase_dead(gm: GraphModule, start: Node) -> int:
     """Erase ``start`` and what only it used; nodes that may have an effect stay.
 
     Returns:

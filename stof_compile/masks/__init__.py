@@ -1,7 +1,8 @@
 """Mask rules, their algebra and their block-sparse storage: what users write.
 
-A rule says which query position sees which key position: ``masks.causal() & masks.sliding_window(512)``. Rules
-combine with ``&``, ``|`` and ``~``, differ per head with `per_head`, and become a `BlockMask` for given lengths.
+A rule says which query position sees which key position: ``masks.causal() &
+masks.sliding_window(512)``. Rules combine with ``&``, ``|`` and ``~``, differ per head with
+`per_head`, and become a `BlockMask` for given lengths.
 """
 
 from stof_compile.masks.block_mask import BlockMask, build_block_mask, cached_block_mask

@@ -1,4 +1,4 @@
-"""From tile lists of all planes to the tensors of a block mask: equal planes once, rows in order, heavy rows first."""
+"""From the tile lists of all planes to the tensors of a block mask; equal planes are stored once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stof_compile.masks.tiles import Grid, TileList, list_tiles
 
 @dataclass(frozen=True)
 class Storage:
-    """The tensors of a block mask, in its order, with the number of planes and the arithmetic form."""
+    """The tensors of a block mask by name, the number of planes and the arithmetic form."""
 
     class Shape(NamedTuple):
         """Lengths, tile edges and query offset in tokens."""
@@ -28,19 +28,21 @@ class Storage:
         q_offset: int
 
     planes: int
-    tensors: tuple[Tensor, ...]
+    tensors: dict[str, Tensor]
     band: BandRule | None
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Planes that share a rule: the rule, their grid and the first (batch, head) slot of each plane."""
+    """Planes that share a rule, and their grid."""
 
     spec: MaskSpec
     grid: Grid
 
 
-def assemble(spec: MaskSpec, shape: Storage.Shape, batch: int, heads: int, device: torch.device) -> Storage:
+def assemble(
+    spec: MaskSpec, shape: Storage.Shape, batch: int, heads: int, device: torch.device
+) -> Storage:
     """Build the storage of a bound rule.
 
     Args:
@@ -54,7 +56,9 @@ def assemble(spec: MaskSpec, shape: Storage.Shape, batch: int, heads: int, devic
     joined = _join(lists, [group.grid.b.shape[0] for group in groups], rows)
     total = sum(group.grid.b.shape[0] for group in groups)
     joined, plane_of, planes = _share_planes(joined, total, rows)
-    plane_map = torch.tensor([plane_of[number] for number in slots], dtype=torch.int32).reshape(batch, heads)
+    plane_map = torch.tensor([plane_of[number] for number in slots], dtype=torch.int32).reshape(
+        batch, heads
+    )
 
     order = (joined.row * 2 + joined.full).sort(stable=True).indices
     row, full = joined.row[order], joined.full[order]
@@ -62,22 +66,24 @@ def assemble(spec: MaskSpec, shape: Storage.Shape, batch: int, heads: int, devic
     row_ptr = torch.searchsorted(row, number)
     full_start = torch.searchsorted(row * 2 + full, number[:-1] * 2 + 1)
     weight = row_ptr.diff().reshape(planes, rows)
-    tensors = (
-        plane_map.to(device),
-        row_ptr.to(torch.int32),
-        full_start.to(torch.int32),
-        joined.col[order].to(torch.int32),
-        joined.bitmap_id[order].to(torch.int32),
-        joined.words,
-        weight.argsort(dim=1, descending=True, stable=True).reshape(-1).to(torch.int32),
-    )
+    tensors = {
+        "plane_map": plane_map.to(device),
+        "row_ptr": row_ptr.to(torch.int32),
+        "full_start": full_start.to(torch.int32),
+        "col_idx": joined.col[order].to(torch.int32),
+        "bitmap_id": joined.bitmap_id[order].to(torch.int32),
+        "bitmap": joined.words,
+        "row_order": weight.argsort(dim=1, descending=True, stable=True)
+        .reshape(-1)
+        .to(torch.int32),
+    }
     return Storage(planes, tensors, _common_band(groups, lists))
 
 
 def _groups(
     spec: MaskSpec, shape: Storage.Shape, batch: int, heads: int, device: torch.device
 ) -> tuple[list[_Group], list[int]]:
-    """Split the planes by the rule each head sees; also the plane number of every (b, h) slot, row-major."""
+    """Group the planes by the rule their head sees; also the plane of each (b, h), row by row."""
     members: dict[MaskSpec, list[tuple[int, int]]] = {}
     place: dict[tuple[int, int], tuple[MaskSpec, int]] = {}
     for head in range(heads):
@@ -96,7 +102,10 @@ def _groups(
         groups.append(_Group(seen, Grid(*shape, b, h)))
         start[seen] = count
         count += len(planes)
-    slots = [start[seen] + number for seen, number in (place[b, h] for b in range(batch) for h in range(heads))]
+    slots = [
+        start[seen] + number
+        for seen, number in (place[b, h] for b in range(batch) for h in range(heads))
+    ]
     return groups, slots
 
 
@@ -111,7 +120,9 @@ def _join(lists: list[TileList], counts: list[int], rows: int) -> TileList:
     for one, count in zip(lists, counts, strict=True):
         row.append(one.row + plane_start * rows)
         here = inverse[word_start : word_start + one.words.shape[0]]
-        ids.append(torch.where(one.full, 0, here[one.bitmap_id]) if here.shape[0] else one.bitmap_id)
+        ids.append(
+            torch.where(one.full, 0, here[one.bitmap_id]) if here.shape[0] else one.bitmap_id
+        )
         plane_start += count
         word_start += one.words.shape[0]
     col, full = torch.cat([one.col for one in lists]), torch.cat([one.full for one in lists])
@@ -119,7 +130,11 @@ def _join(lists: list[TileList], counts: list[int], rows: int) -> TileList:
 
 
 def _share_planes(tiles: TileList, planes: int, rows: int) -> tuple[TileList, list[int], int]:
-    """Drop planes equal to an earlier one; returns the rest, the new number of every old plane, and their count."""
+    """Drop planes equal to an earlier one.
+
+    Returns:
+        The tiles of the others, the new number of every old plane, and the count of new ones.
+    """
     if planes == 1:
         return tiles, [0], 1
     plane = torch.div(tiles.row, max(rows, 1), rounding_mode="floor")
@@ -135,7 +150,9 @@ def _share_planes(tiles: TileList, planes: int, rows: int) -> tuple[TileList, li
     order: list[int] = []
     for old, code in enumerate(sums.tolist()):
         mine = entries[bounds[old] : bounds[old + 1]]
-        alike = (p for p in kept.get(code, ()) if torch.equal(entries[bounds[p] : bounds[p + 1]], mine))
+        alike = (
+            p for p in kept.get(code, ()) if torch.equal(entries[bounds[p] : bounds[p + 1]], mine)
+        )
         same = next(alike, None)
         if same is not None:
             number_of.append(order.index(same))
@@ -166,8 +183,8 @@ def _share_planes(tiles: TileList, planes: int, rows: int) -> tuple[TileList, li
 def _common_band(groups: list[_Group], lists: list[TileList]) -> BandRule | None:
     """The arithmetic form all planes share.
 
-    The form speaks of unclipped tiles. A tile that sticks out is stored as part even if its rule keeps all of it, so
-    the form must keep all of it as well.
+    The form speaks of unclipped tiles. A tile that sticks out is stored as part even if its rule
+    keeps all of it, so the form must keep all of it as well.
     """
     common: BandRule | None = None
     for group, tiles in zip(groups, lists, strict=True):

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from stof_compile.masks.algebra import And, Not, Or
 from stof_compile.masks.rules import Band, BlockDiagonal, Dense, Range
-from stof_compile.masks.spec import And, MaskSpec, Not, Or
+from stof_compile.masks.spec import MaskSpec
 
 FAR = 2**30
 """Stands for a limit that is absent; no length reaches it."""
@@ -19,11 +20,13 @@ FAR = 2**30
 
 @dataclass(frozen=True)
 class BandRule:
-    """``((lo <= d <= hi) | (q < global_q) | (k < global_k)) & (d <= cap)`` with ``d = k - q``, absolute positions.
+    """``((lo <= d <= hi) | (q < global_q) | (k < global_k)) & (d <= cap)`` with ``d = k - q``,
+    absolute positions.
 
     Args:
         lo, hi: band limits in tokens; ``-FAR`` / ``FAR`` = unlimited, ``lo > hi`` = no band.
-        global_q, global_k: number of leading queries and keys that see and are seen by everything; 0 = none.
+        global_q, global_k: number of leading queries and keys that see and are seen by everything;
+            0 = none.
         cap: upper limit of d over everything; ``FAR`` = none.
     """
 
@@ -71,11 +74,12 @@ NOTHING = BandRule(lo=FAR, hi=-FAR)
 
 
 def derive_band(spec: MaskSpec, block_q: int, block_k: int, q_offset: int) -> BandRule | None:
-    """Derive the arithmetic form of a rule for unclipped tiles that have both kept and masked positions.
+    """Derive the arithmetic form of a rule on unclipped tiles that are neither empty nor full.
 
-    Rules that are constant on every tile of this size drop out: below a mixed `|` they must be empty, below a mixed
-    `&` full. That conclusion needs the mixed node to have one varying operand only, or a cap that decides (see
-    `_under_cap`).
+    Rules that are constant on every tile of this size drop out: below a mixed `|` they must be
+        empty, below a mixed
+    `&` full. That conclusion needs the mixed node to have one varying operand only, or a cap that
+    decides (see `_under_cap`).
     """
     grid = (block_q, block_k, q_offset)
     return None if _is_constant(spec, *grid) else _form(spec, grid, mixed=True)
@@ -117,9 +121,9 @@ def _leaf_form(spec: MaskSpec) -> BandRule | None:
 def _under_cap(varying: Sequence[MaskSpec], grid: tuple[int, int, int]) -> BandRule | None:
     """Form of ``(form | constants) & (d <= cap)`` on its mixed tiles.
 
-    If the cap is mixed on a tile, the tile holds d = cap and d = cap + 1. Constants that are empty wherever the form
-    keeps something are then empty, provided the form's band holds one of the two. If the cap is full, the `|` itself
-    is mixed, so its constants are empty as well.
+    If the cap is mixed on a tile, the tile holds d = cap and d = cap + 1. Constants that are empty
+    wherever the form keeps something are then empty, provided the form's band holds one of the two.
+    If the cap is full, the `|` itself is mixed, so its constants are empty as well.
     """
     from stof_compile.masks.random_tiles import RandomTiles
 
@@ -133,14 +137,18 @@ def _under_cap(varying: Sequence[MaskSpec], grid: tuple[int, int, int]) -> BandR
         return None
     parts = _flatten(inner)
     constants = [one for one in parts if _is_constant(one, *grid)]
-    form = _join([_form(one, grid, mixed=False) for one in parts if one not in constants], both=False)
+    form = _join(
+        [_form(one, grid, mixed=False) for one in parts if one not in constants], both=False
+    )
     if form is None or not constants:
         return None
     cap = min(limits)
     for one in constants:
         avoided = one.empty_in if isinstance(one, RandomTiles) else None
         base = None if avoided is None else _form(avoided, grid, mixed=False)
-        if base is None or not (base.has_band and (base.lo <= cap <= base.hi or base.lo <= cap + 1 <= base.hi)):
+        if base is None or not (
+            base.has_band and (base.lo <= cap <= base.hi or base.lo <= cap + 1 <= base.hi)
+        ):
             return None
     return _intersect(form, BandRule(hi=cap))
 
@@ -150,7 +158,11 @@ def _flatten(spec: And | Or) -> list[MaskSpec]:
     flat: list[MaskSpec] = []
     for operand in spec.operands:
         inner = operand.expanded() or operand
-        flat.extend(_flatten(inner) if type(inner) is type(spec) and isinstance(inner, And | Or) else [operand])
+        flat.extend(
+            _flatten(inner)
+            if type(inner) is type(spec) and isinstance(inner, And | Or)
+            else [operand]
+        )
     return flat
 
 
@@ -165,7 +177,9 @@ def _is_constant(spec: MaskSpec, block_q: int, block_k: int, q_offset: int) -> b
     if isinstance(spec, Range):
         step = block_q if spec.axis == "q" else block_k
         shift = q_offset if spec.axis == "q" else 0
-        return (spec.start <= 0 or (spec.start - shift) % step == 0) and (spec.stop - shift) % step == 0
+        return (spec.start <= 0 or (spec.start - shift) % step == 0) and (
+            spec.stop - shift
+        ) % step == 0
     if isinstance(spec, And | Or | Not):
         return all(_is_constant(child, block_q, block_k, q_offset) for child in spec.children)
     expanded = spec.expanded()

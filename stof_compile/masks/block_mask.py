@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,16 @@ class BlockMask:
         q_offset: absolute position of the first query.
         plane_map: int32 [Bm, Hm]; plane of (b, h) is ``plane_map[min(b, Bm-1), min(h, Hm-1)]``.
         row_ptr: int32 [planes*R + 1]; row r of plane p is number p*R + r.
-        full_start: int32 [planes*R]; a row's part tiles are ``col_idx[row_ptr[i]:full_start[i]]``, its full tiles
-            ``col_idx[full_start[i]:row_ptr[i+1]]``, each ascending.
+        full_start: int32 [planes*R]; a row's part tiles are ``col_idx[row_ptr[i]:full_start[i]]``,
+            its full tiles ``col_idx[full_start[i]:row_ptr[i+1]]``, each ascending.
         col_idx: int32 [nnz] tile columns.
         bitmap_id: int32 [nnz] row of ``bitmap``; 0 for full tiles.
-        bitmap: int64 [U, (block_q/8) * (block_k/8)], one word per 8 x 8 elements: words column by column, bits row
-            by row, least significant first; equal tiles are stored once.
+        bitmap: int64 [U, (block_q/8) * (block_k/8)], one word per 8 x 8 elements: words column by
+            column, bits row by row, least significant first; equal tiles are stored once.
         row_order: int32 [planes*R]; per plane, the rows 0..R-1 with the heaviest first.
         band: arithmetic form valid on every part tile, or None.
-    Source: block-sparse storage of masks, STOF paper, section 4.2.1; one list per row instead of three.
+    Source: block-sparse storage of masks, STOF paper, section 4.2.1; one list per row instead of
+        three.
     """
 
     q_len: int
@@ -56,7 +57,7 @@ class BlockMask:
     row_order: Tensor
     band: BandRule | None
 
-    # -- shape -----------------------------------------------------------------------------------------
+    # -- shape -------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> int:
@@ -91,16 +92,20 @@ class BlockMask:
         """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
-    # -- statistics ------------------------------------------------------------------------------------
+    # -- statistics --------------------------------------------------------------------------------
 
     @cached_property
     def _counts(self) -> tuple[int, int, int, int]:
-        """Kept elements, part tiles and the largest and smallest row, over the stored planes; one host sync."""
+        """Kept elements, part tiles, largest and smallest row of all planes; one host sync."""
         if self.row_ptr.numel() <= 1:
             return 0, 0, 0, 0
         part = self._is_part()
         per_bitmap = bitmap.popcount(self.bitmap)
-        part_kept = torch.where(part, per_bitmap[self.bitmap_id.long()], 0).sum() if self.bitmap.shape[0] else part.sum()
+        part_kept = (
+            torch.where(part, per_bitmap[self.bitmap_id.long()], 0).sum()
+            if self.bitmap.shape[0]
+            else part.sum()
+        )
         lengths = self.row_ptr.diff()
         packed = torch.stack([part_kept, part.sum(), lengths.max().long(), lengths.min().long()])
         kept, parts, longest, shortest = packed.tolist()
@@ -115,7 +120,9 @@ class BlockMask:
     def _row_of_tile(self) -> Tensor:
         """Int64 [nnz] row number, counted through all planes."""
         number = torch.arange(self.row_ptr.numel() - 1, device=self.device)
-        return torch.repeat_interleave(number, self.row_ptr.diff().long(), output_size=self.col_idx.numel())
+        return torch.repeat_interleave(
+            number, self.row_ptr.diff().long(), output_size=self.col_idx.numel()
+        )
 
     @property
     def density(self) -> float:
@@ -177,12 +184,16 @@ class BlockMask:
             "nbytes": self.nbytes,
         }
 
-    # -- identity --------------------------------------------------------------------------------------
+    # -- identity ----------------------------------------------------------------------------------
 
     @cached_property
     def key(self) -> str:
         """Identity as 32 hex digits, from the contents; the same on every device."""
-        parts = [str(getattr(self, field.name)) for field in fields(self) if field.type in ("int", "BandRule | None")]
+        parts = [
+            str(getattr(self, field.name))
+            for field in fields(self)
+            if field.type in ("int", "BandRule | None")
+        ]
         parts += [digest(tensor) for tensor in self.tensors]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
 
@@ -194,25 +205,31 @@ class BlockMask:
 
     def __repr__(self) -> str:
         return (
-            f"BlockMask({self.q_len} x {self.k_len}, blocks {self.block_q} x {self.block_k}, {self.planes} plane(s), "
+            f"BlockMask({self.q_len} x {self.k_len}, blocks {self.block_q} x {self.block_k}, "
+            f"{self.planes} plane(s), "
             f"{self.col_idx.numel()} tiles kept, {self.device})"
         )
 
-    # -- conversion ------------------------------------------------------------------------------------
+    # -- conversion --------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> BlockMask:
         """Return the mask with its tensors on ``device``."""
         if torch.device(device) == self.device:
             return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
-        return BlockMask(**moved)
+        moved = {
+            field.name: getattr(self, field.name).to(device)
+            for field in fields(self)
+            if field.type == "Tensor"
+        }
+        return replace(self, **moved)
 
     def to_dense(self) -> Tensor:
-        """Expand to bool [Bm, Hm, q_len, k_len]; memory of the whole matrix, for tests and small masks."""
+        """Expand to bool [Bm, Hm, q_len, k_len], the whole matrix."""
         rows, cols = self.rows, self.cols
         tiles = torch.zeros(
-            (self.planes * rows, cols, self.block_q, self.block_k), dtype=torch.bool, device=self.device
+            (self.planes * rows, cols, self.block_q, self.block_k),
+            dtype=torch.bool,
+            device=self.device,
         )
         row, col, part = self._row_of_tile(), self.col_idx.long(), self._is_part()
         tiles[row[~part], col[~part]] = True
@@ -243,8 +260,8 @@ def build_block_mask(
 ) -> BlockMask:
     """Evaluate a mask rule on a grid of tiles.
 
-    A tile is empty, part or full; only the last two are stored. The part beyond the lengths counts as masked, so
-    such a tile is never full.
+    A tile is empty, part or full; only the last two are stored. The part beyond the lengths counts
+    as masked, so such a tile is never full.
 
     Args:
         spec: the rule; evaluated by tile where it can be, by element in mixed tiles only.
@@ -256,21 +273,34 @@ def build_block_mask(
     Returns:
         BlockMask with equal planes and equal tiles stored once.
     Raises:
-        StofMaskError: impossible tile size, or a rule that doesn't exist at these lengths or plane counts.
+        StofMaskError: impossible tile size, or a rule that doesn't exist at these lengths or plane
+            counts.
     """
     block_q, block_k = (block, block) if isinstance(block, int) else block
     for edge in (block_q, block_k):
         if edge < 8 or edge % 8:
             raise StofMaskError(f"tile edges are multiples of 8 tokens, got {block_q} x {block_k}")
     if min(q_len, k_len, q_offset) < 0:
-        raise StofMaskError(f"lengths and offset can't be negative: q_len={q_len}, k_len={k_len}, q_offset={q_offset}")
+        raise StofMaskError(
+            f"lengths and offset can't be negative: q_len={q_len}, k_len={k_len}, "
+            f"q_offset={q_offset}"
+        )
     batch_planes, head_planes = planes_of(spec, batch, heads)
     # the caller may be tracing: a mask is made of real numbers
     with _disable_current_modes(), torch.no_grad():
         bound = spec.bind(q_len, k_len, q_offset, device).to(device)
         shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)
         storage = assemble(bound, shape, batch_planes, head_planes, torch.device(device))
-    return BlockMask(q_len, k_len, block_q, block_k, storage.planes, q_offset, *storage.tensors, storage.band)
+    return BlockMask(
+        q_len,
+        k_len,
+        block_q,
+        block_k,
+        storage.planes,
+        q_offset,
+        **storage.tensors,
+        band=storage.band,
+    )
 
 
 def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
@@ -280,10 +310,14 @@ def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
         StofMaskError: the rule was made for other sizes.
     """
     found = []
-    for what, planes, size in zip(("batch", "head"), spec.plane_shape(), (batch, heads), strict=True):
+    for what, planes, size in zip(
+        ("batch", "head"), spec.plane_shape(), (batch, heads), strict=True
+    ):
         if planes not in (1, None, size):
-            raise StofMaskError(f"the mask has {planes} {what} planes, the problem has {what} size {size}: {spec!r}")
-        found.append(size if planes is None else planes)
+            raise StofMaskError(
+                f"the mask has {planes} {what} planes, the problem has {what} size {size}: {spec!r}"
+            )
+        found.append(max(size, 1) if planes is None else planes)
     return found[0], found[1]
 
 
@@ -299,13 +333,15 @@ def cached_block_mask(
 ) -> BlockMask:
     """Same as `build_block_mask`, remembering the 64 masks used last.
 
-    A mask asked for while a CUDA stream is capturing is kept for good: the captured graph reads its memory.
+    A mask asked for while a CUDA stream is capturing is kept for good: the captured graph reads its
+        memory.
     """
     block = (block, block) if isinstance(block, int) else (block[0], block[1])
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
-    # the number of planes a rule has does not depend on sizes it ignores, so they must not split the cache
+    # the number of planes a rule has does not depend on sizes it ignores, so they must not split
+    # the cache
     batch, heads = planes_of(spec, batch, heads)
     arguments = (spec, q_len, k_len, block, q_offset, batch, heads, str(place))
     capturing = place.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -314,13 +350,29 @@ def cached_block_mask(
 
 @lru_cache(maxsize=64)
 def _recent(
-    spec: MaskSpec, q_len: int, k_len: int, block: tuple[int, int], q_offset: int, batch: int, heads: int, device: str
+    spec: MaskSpec,
+    q_len: int,
+    k_len: int,
+    block: tuple[int, int],
+    q_offset: int,
+    batch: int,
+    heads: int,
+    device: str,
 ) -> BlockMask:
-    return build_block_mask(spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads, device=device)
+    return build_block_mask(
+        spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads, device=device
+    )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pinned(
-    spec: MaskSpec, q_len: int, k_len: int, block: tuple[int, int], q_offset: int, batch: int, heads: int, device: str
+    spec: MaskSpec,
+    q_len: int,
+    k_len: int,
+    block: tuple[int, int],
+    q_offset: int,
+    batch: int,
+    heads: int,
+    device: str,
 ) -> BlockMask:
     return _recent(spec, q_len, k_len, block, q_offset, batch, heads, device)

@@ -28,7 +28,8 @@ def causal(lower_right: bool = False) -> MaskSpec:
 
 
 def sliding_window(w: int, causal: bool = False) -> MaskSpec:
-    """``|q - k| <= w`` tokens; causal: the last ``w`` positions, ``0 <= q - k < w``, as Hugging Face counts.
+    """``|q - k| <= w`` tokens; causal: the last ``w`` positions, ``0 <= q - k < w``, as Hugging
+    Face counts.
 
     Raises:
         StofMaskError: ``w`` is negative, or 0 with ``causal``.
@@ -66,40 +67,42 @@ def bigbird(
         random_fill: fraction of the empty tiles that is filled, 0..1.
         seed: chooses the tiles; the same on every device.
         random_block: edge of a random tile in tokens, independent of any kernel's tile.
-        max_len: longest sequence, needed when lengths grow (decoding): a shorter length then sees a prefix of the
-            same pattern.
+        max_len: longest sequence, needed when lengths grow (decoding): a shorter length then sees a
+            prefix of the same pattern.
         heads: number of heads with random tiles of their own; 1 = shared.
     """
     _at_least("bigbird", "window", window, 0)
     _at_least("bigbird", "global_tokens", global_tokens, 0)
     _check_random("bigbird", random_fill, random_block, max_len, heads)
-    return patterns.BigBird(window, global_tokens, float(random_fill), seed, random_block, max_len, heads)
+    return patterns.BigBird(
+        window, global_tokens, float(random_fill), seed, random_block, max_len, heads
+    )
 
 
 def random_blocks(
     fill: float, block: int = 64, seed: int = 0, max_len: int | None = None, heads: int = 1
 ) -> MaskSpec:
-    """A fraction ``fill`` of all ``block`` x ``block`` tiles; the other arguments as in `bigbird`."""
+    """A fraction ``fill`` of all square tiles; arguments as in `bigbird`."""
     _check_random("random_blocks", fill, block, max_len, heads)
     return RandomTiles(float(fill), block, seed, max_len, heads)
 
 
 def longformer_ae(window: int, global_tokens: int) -> MaskSpec:
-    """Longformer as the STOF artifact generates it: a second global strip begins at half the length."""
+    """Longformer of the STOF artifact: a second global strip begins at half the length."""
     _at_least("longformer_ae", "window", window, 0)
     _at_least("longformer_ae", "global_tokens", global_tokens, 0)
     return patterns.LongformerAE(window, global_tokens)
 
 
 def bigbird_ae(window: int, global_tokens: int, random_fill: float, seed: int = 0) -> MaskSpec:
-    """Bigbird as the STOF artifact generates it: points scattered in 32 x 32 blocks beside the diagonal."""
+    """Bigbird of the STOF artifact: points scattered in 32 x 32 blocks beside the diagonal."""
     _at_least("bigbird_ae", "window", window, 0)
     _at_least("bigbird_ae", "global_tokens", global_tokens, 0)
     return patterns.BigBirdAE(window, global_tokens, float(random_fill), seed)
 
 
 def dilated(window: int, dilation: int, causal: bool = False) -> MaskSpec:
-    """Every ``dilation``-th position, ``window`` of them to each side; causal: to the left only, and the own one."""
+    """Every ``dilation``-th position, ``window`` of them to each side, or to the left only."""
     _at_least("dilated", "window", window, 0)
     _at_least("dilated", "dilation", dilation, 1)
     return patterns.Dilated(window, dilation, causal)
@@ -115,7 +118,7 @@ def strided(stride: int) -> MaskSpec:
 
 
 def fixed(stride: int, summary: int = 1) -> MaskSpec:
-    """Causal: the own segment of ``stride`` positions and the last ``summary`` positions of every segment.
+    """Causal: the own segment of ``stride`` tokens, the last ``summary`` tokens of every segment.
 
     Source: fixed attention, Sparse Transformer, section 4.3.
     """
@@ -135,11 +138,19 @@ def document(ids: Tensor | Sequence[int]) -> MaskSpec:
     """Query and key belong to the same document.
 
     Args:
-        ids: integers [S] or [B, S], the document of each position; sorted ids are classified by tile.
+        ids: integers [S] or [B, S], the document of each position; sorted ids are classified by
+            tile.
     """
     table = torch.as_tensor(ids)
-    if table.dim() not in (1, 2) or table.is_floating_point() or table.is_complex() or not table.numel():
-        raise StofMaskError(f"document: ids are integers [S] or [B, S], got {table.dtype} {list(table.shape)}")
+    if (
+        table.dim() not in (1, 2)
+        or table.is_floating_point()
+        or table.is_complex()
+        or not table.numel()
+    ):
+        raise StofMaskError(
+            f"document: ids are integers [S] or [B, S], got {table.dtype} {list(table.shape)}"
+        )
     return tensor_rules.Document(table.detach().to(torch.int64))
 
 
@@ -147,11 +158,14 @@ def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
     """Documents packed one after the other.
 
     Args:
-        cu_seqlens: integers [N + 1] ascending from 0: where each document begins, and the total length.
+        cu_seqlens: integers [N + 1] ascending from 0: where each document begins, and the total
+            length.
     """
     ends = torch.as_tensor(cu_seqlens).detach().to(torch.int64)
     if ends.dim() != 1 or ends.numel() < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
-        raise StofMaskError("from_cu_seqlens: expected integers [N + 1] ascending from 0, such as [0, 100, 250]")
+        raise StofMaskError(
+            "from_cu_seqlens: expected integers [N + 1] ascending from 0, such as [0, 100, 250]"
+        )
     lengths = ends.diff()
     numbers = torch.arange(lengths.numel(), device=ends.device)
     return document(torch.repeat_interleave(numbers, lengths))
@@ -167,7 +181,9 @@ def batch_prefix_lm(lengths: Tensor | Sequence[int]) -> MaskSpec:
     """Causal, with a prefix of its own length, int [B] tokens, for every batch row."""
     table = torch.as_tensor(lengths)
     if table.dim() != 1 or table.is_floating_point():
-        raise StofMaskError(f"batch_prefix_lm: lengths are integers [B], got {table.dtype} {list(table.shape)}")
+        raise StofMaskError(
+            f"batch_prefix_lm: lengths are integers [B], got {table.dtype} {list(table.shape)}"
+        )
     return causal() | tensor_rules.BatchPrefix(table.detach().to(torch.int64))
 
 
@@ -184,7 +200,8 @@ def rule(mask_mod: Callable[..., Tensor] | MaskSpec) -> MaskSpec:
     The function is traced once; tensors it uses are captured.
 
     Raises:
-        StofMaskError: the function can't be traced (it branches on values, or reads a tensor's value).
+        StofMaskError: the function can't be traced (it branches on values, or reads a tensor's
+            value).
     """
     if isinstance(mask_mod, MaskSpec):
         return mask_mod
@@ -200,8 +217,12 @@ def from_tensor(mask: Tensor) -> MaskSpec:
         mask: bool [Q, K], [Bm, Q, K] or [Bm, Hm, Q, K], True = attend; sizes of 1 are shared.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
-        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise StofMaskError(f"from_tensor takes a bool tensor [Q, K], [B, Q, K] or [B, H, Q, K], got {got}")
+        got = (
+            f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        )
+        raise StofMaskError(
+            f"from_tensor takes a bool tensor [Q, K], [B, Q, K] or [B, H, Q, K], got {got}"
+        )
     full = mask.detach()
     if full.dim() == 3:
         full = full[:, None]
@@ -210,7 +231,9 @@ def from_tensor(mask: Tensor) -> MaskSpec:
 
 def _at_least(name: str, argument: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise StofMaskError(f"{name}: {argument} is a whole number of at least {low}, got {value!r}")
+        raise StofMaskError(
+            f"{name}: {argument} is a whole number of at least {low}, got {value!r}"
+        )
 
 
 def _check_random(name: str, fill: float, block: int, max_len: int | None, heads: int) -> None:

@@ -31,7 +31,8 @@ def as_mask_spec(value: object) -> MaskSpec:
     if callable(value):
         return rule(value)
     raise StofMaskError(
-        f"a mask is a rule (masks.causal() ...), a FlexAttention BlockMask, a bool tensor [.., Q, K] or a mask_mod; "
+        "a mask is a rule (masks.causal() ...), a FlexAttention BlockMask, a bool tensor [.., Q, "
+        "K] or a mask_mod; "
         f"got {type(value).__name__}"
     )
 
@@ -57,7 +58,7 @@ def from_block_mask(block_mask: FlexBlockMask) -> MaskSpec:
 
 
 def _table(counts: Tensor, columns: Tensor, cols: int) -> Tensor:
-    """Bool [B, H, R, C] from counts [B, H, R] and column lists [B, H, R, <=C] of which the first ``count`` hold."""
+    """Bool [B, H, R, C] from counts [B, H, R] and lists [B, H, R, <=C], valid up to the count."""
     listed = torch.arange(columns.shape[-1], device=columns.device) < counts[..., None]
     # entries past the count may be anything; they go to an extra column
     places = torch.where(listed, columns.long(), cols)
@@ -105,4 +106,3 @@ def _listed(block_mask: BlockMask, start: Tensor, stop: Tensor) -> tuple[Tensor,
     plane = block_mask.plane_map.long()
     counts = (stop - start).to(torch.int32).reshape(-1, rows)
     return counts[plane], columns.reshape(-1, rows, cols)[plane]
-

@@ -1,4 +1,4 @@
-"""Rules given as code: a FlexAttention mask_mod, traced once to a graph that can be stored, hashed and replayed."""
+"""Rules given as code: a mask_mod traced to a graph that can be stored, hashed and replayed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Opaque(MaskSpec):
     """A traced mask_mod.
 
     Args:
-        graph: JSON ``{"steps": [[op, args, kwargs], ...], "out": value}``. A value ``{"v": i}`` is input i for i < 4
-            (b, h, q, k) and the result of step i - 4 otherwise; ``{"c": i}`` is a captured tensor; ``{"dtype": name}``
-            and ``{"device": null}`` (where the indices are) stand for themselves.
+        graph: JSON ``{"steps": [[op, args, kwargs], ...], "out": value}``. A value ``{"v": i}`` is
+            input i for i < 4 (b, h, q, k) and the result of step i - 4 otherwise; ``{"c": i}`` is a
+            captured tensor; ``{"dtype": name}`` and ``{"device": null}`` (where the indices are)
+            stand for themselves.
         captured: the tensors the function uses.
     """
 
@@ -40,7 +41,9 @@ class Opaque(MaskSpec):
     @cached_property
     def _program(self) -> tuple[list[tuple[Callable[..., Any], Any, Any]], Any]:
         content = json.loads(self.graph)
-        return [(_resolve(name), args, kwargs) for name, args, kwargs in content["steps"]], content["out"]
+        return [(_resolve(name), args, kwargs) for name, args, kwargs in content["steps"]], content[
+            "out"
+        ]
 
     @cached_property
     def _inputs_used(self) -> frozenset[int]:
@@ -53,7 +56,7 @@ class Opaque(MaskSpec):
         return (None if 0 in self._inputs_used else 1), (None if 1 in self._inputs_used else 1)
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Replay the graph on scalars under vmap, one level for each dimension of the broadcast shape."""
+        """Replay the graph on scalars under vmap, one level for each dimension."""
         shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
         if 0 in shape:
             return torch.zeros(shape, dtype=torch.bool, device=q.device)
@@ -62,7 +65,10 @@ class Opaque(MaskSpec):
         def scalar(*indices: Tensor) -> Tensor:
             return self._replay(indices, captured, q.device)
 
-        indices = [index.reshape((1,) * (len(shape) - index.dim()) + tuple(index.shape)) for index in (b, h, q, k)]
+        indices = [
+            index.reshape((1,) * (len(shape) - index.dim()) + tuple(index.shape))
+            for index in (b, h, q, k)
+        ]
         function: Callable[..., Tensor] = scalar
         for dim in reversed(range(len(shape))):
             if shape[dim] != 1:
@@ -71,7 +77,9 @@ class Opaque(MaskSpec):
         squeezed = [index.reshape([size for size in index.shape if size != 1]) for index in indices]
         return function(*squeezed).reshape(shape)
 
-    def _replay(self, inputs: tuple[Tensor, ...], captured: list[Tensor], device: torch.device) -> Tensor:
+    def _replay(
+        self, inputs: tuple[Tensor, ...], captured: list[Tensor], device: torch.device
+    ) -> Tensor:
         values: list[Any] = list(inputs)
 
         def load(value: Any) -> Any:
@@ -88,7 +96,9 @@ class Opaque(MaskSpec):
 
         steps, out = self._program
         for function, args, kwargs in steps:
-            values.append(function(*load(args), **{name: load(value) for name, value in kwargs.items()}))
+            values.append(
+                function(*load(args), **{name: load(value) for name, value in kwargs.items()})
+            )
         result = load(out)
         if not isinstance(result, Tensor):
             return torch.full_like(inputs[2], result, dtype=torch.bool)
@@ -104,11 +114,14 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
     """Trace ``mask_mod(b, h, q_idx, kv_idx)`` on scalar indices.
 
     Raises:
-        StofMaskError: it branches on values, reads a tensor's value, or uses something that can't be stored.
+        StofMaskError: it branches on values, reads a tensor's value, or uses something that can't
+            be stored.
     """
     name = getattr(mask_mod, "__qualname__", repr(mask_mod))
     if not callable(mask_mod):
-        raise StofMaskError(f"rule takes a mask_mod(b, h, q_idx, kv_idx), got {type(mask_mod).__name__}")
+        raise StofMaskError(
+            f"rule takes a mask_mod(b, h, q_idx, kv_idx), got {type(mask_mod).__name__}"
+        )
     # captured tensors may be on a GPU; most functions trace with indices on the CPU all the same
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     failure: RuntimeError | None = None
@@ -122,8 +135,10 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
         except RuntimeError as error:
             failure = error
     raise StofMaskError(
-        f"mask_mod {name} can't be traced: {str(failure).strip().splitlines()[0]}. It gets index tensors and must stay "
-        "in tensor operations: no `if`, `and`, `or`, `not`, int() or .item() on them; use &, |, ~ and torch.where"
+        f"mask_mod {name} can't be traced: {str(failure).strip().splitlines()[0]}. It gets index "
+        "tensors and must stay "
+        "in tensor operations: no `if`, `and`, `or`, `not`, int() or .item() on them; use &, |, "
+        "~ and torch.where"
     ) from failure
 
 
@@ -131,14 +146,22 @@ class _IndexByTensor(TorchFunctionMode):
     """Makes ``table[q]`` an index operation; Python would read the scalar's value instead."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is Tensor.__getitem__:
             table, places = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
             whole = [place is None or isinstance(place, bool) for place in places]
-            simple = all(isinstance(place, Tensor | int) or place == slice(None) for place in places)
+            simple = all(
+                isinstance(place, Tensor | int) or place == slice(None) for place in places
+            )
             if simple and not any(whole) and any(isinstance(place, Tensor) for place in places):
-                return torch.ops.aten.index.Tensor(table, [_as_index(place, table) for place in places])
+                return torch.ops.aten.index.Tensor(
+                    table, [_as_index(place, table) for place in places]
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -186,7 +209,13 @@ def _store(module: fx.GraphModule, name: str) -> Opaque:
             out = dump(node.args[0])
         else:
             numbers[node] = {"v": _INPUTS + len(steps)}
-            steps.append([_name(node.target, name), dump(node.args), {k: dump(v) for k, v in node.kwargs.items()}])
+            steps.append(
+                [
+                    _name(node.target, name),
+                    dump(node.args),
+                    {k: dump(v) for k, v in node.kwargs.items()},
+                ]
+            )
     text = json.dumps({"steps": steps, "out": out}, sort_keys=True, separators=(",", ":"))
     return Opaque(text, tuple(captured))
 
@@ -197,7 +226,9 @@ def _name(target: Any, mask_mod: str) -> str:
     text = str(target)
     if isinstance(target, torch._ops.OpOverload) and text.startswith("aten."):
         return text
-    raise StofMaskError(f"mask_mod {mask_mod} uses {text}, which can't be stored; use plain tensor operations")
+    raise StofMaskError(
+        f"mask_mod {mask_mod} uses {text}, which can't be stored; use plain tensor operations"
+    )
 
 
 def _resolve(name: str) -> Callable[..., Any]:
@@ -208,7 +239,9 @@ def _resolve(name: str) -> Callable[..., Any]:
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if namespace != "aten" or not isinstance(found, torch._ops.OpOverload):
-        raise StofMaskError(f"the stored mask function uses {name!r}, which this PyTorch doesn't have")
+        raise StofMaskError(
+            f"the stored mask function uses {name!r}, which this PyTorch doesn't have"
+        )
     return found
 
 

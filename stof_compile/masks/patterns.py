@@ -1,4 +1,4 @@
-"""Named masks made of elementary rules: what the literature calls longformer, bigbird, strided and so on."""
+"""Named masks made of elementary rules: longformer, bigbird, strided and so on."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ class BigBird(Composition):
     def expression(self) -> MaskSpec:
         """Longformer or random tiles disjoint from it."""
         base = Longformer(self.window, self.global_tokens)
-        return base | RandomTiles(self.random_fill, self.random_block, self.seed, self.max_len, self.heads, base)
+        return base | RandomTiles(
+            self.random_fill, self.random_block, self.seed, self.max_len, self.heads, base
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -137,7 +139,7 @@ class Strided(Composition):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fixed(Composition):
-    """Causal: the own segment of ``stride`` positions, and the last ``summary`` positions of every segment."""
+    """Causal: the own segment, and the last ``summary`` positions of every segment."""
 
     stride: int
     summary: int = 1
@@ -145,7 +147,9 @@ class Fixed(Composition):
 
     def expression(self) -> MaskSpec:
         """Causal segments or causal summary columns."""
-        return Band(None, 0) & (BlockDiagonal(self.stride) | Phase(self.stride, self.stride - self.summary))
+        return Band(None, 0) & (
+            BlockDiagonal(self.stride) | Phase(self.stride, self.stride - self.summary)
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -194,12 +198,16 @@ class LongformerAE(RelativeComposition):
     def at_lengths(self, length: int) -> MaskSpec:
         """Longformer or the second strip."""
         start, stop = length // 2, length // 2 + self.global_tokens
-        return Longformer(self.window, self.global_tokens) | Range("q", start, stop) | Range("k", start, stop)
+        return (
+            Longformer(self.window, self.global_tokens)
+            | Range("q", start, stop)
+            | Range("k", start, stop)
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BigBirdAE(RelativeComposition):
-    """The bigbird generator of the STOF artifact: points scattered in 32 x 32 blocks beside the diagonal."""
+    """Bigbird of the STOF artifact: points scattered in 32 x 32 blocks beside the diagonal."""
 
     window: int
     global_tokens: int
@@ -236,7 +244,9 @@ class PerHead(MaskSpec):
         """As many head planes as there are rules."""
         batch, inner = MaskSpec.plane_shape(self)
         if inner not in (1, None, len(self.heads)):
-            raise StofMaskError(f"per_head got {len(self.heads)} rules, one of them made for {inner} heads")
+            raise StofMaskError(
+                f"per_head got {len(self.heads)} rules, one of them made for {inner} heads"
+            )
         return batch, len(self.heads)
 
     def at_head(self, head: int) -> MaskSpec:
@@ -256,4 +266,3 @@ class PerHead(MaskSpec):
         for number, spec in enumerate(self.heads[1:], 1):
             result = torch.where(tiles.h == number, spec.classes(tiles), result)
         return result
-

@@ -1,4 +1,4 @@
-"""Random tiles: which ones is decided by an integer hash, so every device and every process picks the same."""
+"""Random tiles, chosen by an integer hash: every device and every process picks the same."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ _STRIP_GPU = 2**24
 class RandomTiles(MaskSpec):
     """A fraction of the tiles that are empty in another rule, filled.
 
-    The tiles with the lowest ranks are taken; the rank of a tile is a hash of (seed, plane, tile row, tile column).
+    The tiles with the lowest ranks are taken; the rank of a tile is a hash of (seed, plane, tile
+    row, tile column).
 
     Args:
-        fill: fraction of the candidate tiles, 0..1; their number is rounded to the nearest, halves to even.
+        fill: fraction of the candidate tiles, 0..1; their number is rounded to the nearest, halves
+            to even.
         block: edge of a random tile in tokens; has nothing to do with the tile size of a kernel.
         seed: any 32-bit integer.
-        max_len: length whose grid is drawn, so that a shorter length sees a prefix of the same pattern; None = the
-            lengths at hand.
+        max_len: length whose grid is drawn, so that a shorter length sees a prefix of the same
+            pattern; None = the lengths at hand.
         heads: number of head planes with a pattern of their own; 1 = all heads share one.
         empty_in: only tiles empty in this rule are candidates; None = all tiles.
         grid_len: bound lengths (q_len, k_len) of the drawn grid; None before `bind`.
@@ -66,7 +68,10 @@ class RandomTiles(MaskSpec):
         grid = self._grid(q_len, k_len, q_offset)
         if self.grid_len is not None:
             if self.grid_len != grid:
-                raise StofMaskError(f"this rule is bound to lengths {self.grid_len}, not to {grid}; bind the original")
+                raise StofMaskError(
+                    f"this rule is bound to lengths {self.grid_len}, not to {grid}; bind the "
+                    "original"
+                )
             return self
         avoid = None if self.empty_in is None else self.empty_in.bind(*grid, 0, device)
         bound = dataclasses.replace(self, empty_in=avoid, grid_len=grid)
@@ -77,18 +82,23 @@ class RandomTiles(MaskSpec):
         if self.max_len is not None:
             if longest > self.max_len:
                 raise StofMaskError(
-                    f"random tiles were given max_len={self.max_len}, but position {longest - 1} is asked for; "
+                    f"random tiles were given max_len={self.max_len}, but position {longest - 1} "
+                    "is asked for; "
                     "raise max_len to the longest sequence"
                 )
             return self.max_len, self.max_len
         if q_offset:
             raise StofMaskError(
-                f"random tiles at query offset {q_offset}: with growing lengths the pattern of a step must be a prefix "
+                f"random tiles at query offset {q_offset}: with growing lengths the pattern of a "
+                "step must be a prefix "
                 "of the next one; give max_len, the longest sequence, to bigbird or random_blocks"
             )
         grid = (q_len, k_len)
         if max(grid) > _MAX_TILES * self.block:
-            raise StofMaskError(f"random tiles of {self.block} reach {_MAX_TILES * self.block} tokens, not {max(grid)}")
+            raise StofMaskError(
+                f"random tiles of {self.block} reach {_MAX_TILES * self.block} tokens, not "
+                f"{max(grid)}"
+            )
         return grid
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -145,7 +155,9 @@ class RandomTiles(MaskSpec):
         return packed, tiles.q_lo % self.block, tiles.k_lo % self.block
 
     def _members(self, tiles: Tiles) -> list[tuple[Tensor, Tensor]]:
-        """For every random tile a tile can touch: (is it below the tile, is it filled and below)."""
+        """For every random tile a tile can touch: (is it below the tile, is it filled and
+        below).
+        """
         sides = []
         for low, high, edge in (
             (tiles.q_lo, tiles.q_hi, tiles.block[0]),
@@ -194,13 +206,18 @@ def _limits(bound: RandomTiles, device: str) -> tuple[int, ...]:
 
 def _smallest(ranks: Tensor, count: int) -> int:
     """The ``count``-th smallest; a GPU sorts faster than it selects."""
-    return int(ranks.kthvalue(count).values if ranks.device.type == "cpu" else ranks.sort().values[count - 1])
+    return int(
+        ranks.kthvalue(count).values
+        if ranks.device.type == "cpu"
+        else ranks.sort().values[count - 1]
+    )
 
 
 def _mix(state: Tensor | int, value: Tensor) -> Tensor:
-    """Absorb 32-bit ``value`` into 32-bit ``state``: multiply, fold, multiply, all modulo 2**32 in int64."""
+    """Absorb 32-bit ``value`` into 32-bit ``state``: multiply, fold, multiply, all modulo 2**32 in
+    int64.
+    """
     word = (value * 0x9E3779B1 + state) & 0xFFFFFFFF
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     word = ((word ^ (word >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return word ^ (word >> 16)
-

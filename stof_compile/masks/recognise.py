@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stof_compile.masks.constructors import causal, dense, document, from_tensor, longformer, per_head, prefix_lm
+from stof_compile.masks.constructors import (
+    causal,
+    dense,
+    document,
+    from_tensor,
+    longformer,
+    per_head,
+    prefix_lm,
+)
 from stof_compile.masks.rules import Band, BlockDiagonal
 from stof_compile.masks.spec import MaskSpec
 
@@ -18,17 +26,21 @@ _STRIP = 2**22
 def recognise(mask: Tensor) -> MaskSpec:
     """Find the simplest rule equal to a dense mask.
 
-    Candidates are read off a few rows and columns, then compared with every element, so the answer is exact for
-    this mask. Rules hold at other lengths as well, a dense mask does not.
+    Candidates are read off a few rows and columns, then compared with every element, so the answer
+    is exact for this mask. Rules hold at other lengths as well, a dense mask does not.
 
     Args:
         mask: bool [Q, K], [B, Q, K] or [B, H, Q, K].
     Returns:
-        dense, causal, windows, longformer, prefix, segments or documents; per head if the heads differ; else the
-        mask itself.
+        dense, causal, windows, longformer, prefix, segments or documents; per head if the heads
+        differ; else the mask itself.
     """
     fallback = from_tensor(mask)
-    planes = mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)) if mask.dim() != 3 else mask[:, None]
+    planes = (
+        mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        if mask.dim() != 3
+        else mask[:, None]
+    )
     if planes.numel() == 0:
         return fallback
     if bool((planes != planes[:1]).any()):
@@ -52,59 +64,54 @@ def _candidates(plane: Tensor) -> Iterator[MaskSpec]:
     if k_len > q_len:
         yield causal(lower_right=True)
     yield from _bands(plane)
-    lead = int(plane[-1].int().cumprod(0).sum())
-    yield prefix_lm(lead)
+    yield prefix_lm(_leading(plane[0]))
     yield from _with_globals(plane)
+    size = _leading(plane[:, 0])
+    if size:
+        yield BlockDiagonal(size)
+        yield causal() & BlockDiagonal(size)
     if q_len == k_len:
-        run = int(plane[0].int().cumprod(0).sum())
-        if run:
-            yield BlockDiagonal(run)
         yield from _documents(plane)
 
 
 def _bands(plane: Tensor) -> Iterator[MaskSpec]:
-    """The band read off a middle row, with each side open or closed as the row allows."""
+    """The band read off a few rows; a side that is never seen to end inside the mask is open."""
     q_len, k_len = plane.shape
-    rows = {q_len // 2, min(q_len, k_len) // 2, q_len - 1, 0}
     lows, highs = [], []
-    for row in rows:
+    for row in {q_len // 2, min(q_len, k_len) // 2, q_len - 1, 0}:
         kept = torch.nonzero(plane[row]).squeeze(1)
         if kept.numel():
             first, last = int(kept[0]), int(kept[-1])
             lows += [first - row] if first > 0 else []
             highs += [last - row] if last < k_len - 1 else []
-    # a limit that shows up on several rows is the same on all of them if this is a band at all
-    low, high = (min(lows) if lows else None), (max(highs) if highs else None)
-    if low is not None or high is not None:
-        yield Band(low, high)
+    if lows or highs:
+        yield Band(min(lows, default=None), max(highs, default=None))
 
 
 def _with_globals(plane: Tensor) -> Iterator[MaskSpec]:
-    """Longformer: leading full rows give the global tokens, a late row gives the window."""
-    q_len, k_len = plane.shape
-    count = int(plane.all(dim=1).int().cumprod(0).sum())
-    if not 0 < count < min(q_len, k_len):
-        return
-    # the row that lies furthest from both ends of the band's reach shows the window's right edge
-    for row in {count + (q_len - count) // 2, count}:
-        kept = torch.nonzero(plane[min(row, q_len - 1)]).squeeze(1)
-        if kept.numel() and int(kept[-1]) >= row:
-            yield longformer(int(kept[-1]) - row, count)
-            yield longformer(int(kept[-1]) - row, count) & causal()
-    tail = plane[-1].flip(0).int()
-    window = int(tail.cumprod(0).sum()) - 1
-    if window >= 0:
+    """Longformer, plain and causal: the last row shows the global tokens at its left, the window at
+    its right.
+    """
+    count = _leading(plane[-1])
+    window = _leading(plane[-1].flip(0)) - 1 - max(plane.shape[1] - plane.shape[0], 0)
+    if 0 < count < plane.shape[1] and window >= 0:
         yield longformer(window, count)
+        yield longformer(window, count) & causal()
 
 
 def _documents(plane: Tensor) -> Iterator[MaskSpec]:
     """Neighbours that don't see each other are in different documents."""
-    if plane.shape[0] < 2 or not bool(plane.diagonal().all()):
+    if not bool(plane.diagonal().all()):
         return
     borders = ~plane.diagonal(-1)
     ids = torch.cat([borders.new_zeros(1, dtype=torch.int64), borders.to(torch.int64).cumsum(0)])
     yield document(ids)
     yield document(ids) & causal()
+
+
+def _leading(line: Tensor) -> int:
+    """Number of True values before the first False of bool [N]."""
+    return int(line.int().cumprod(0).sum())
 
 
 def _equals(spec: MaskSpec, plane: Tensor) -> bool:
@@ -118,6 +125,8 @@ def _equals(spec: MaskSpec, plane: Tensor) -> bool:
     for stop in range(q_len, 0, -step):
         start = max(0, stop - step)
         q = torch.arange(start, stop, device=plane.device)[:, None]
-        if not torch.equal(bound.keep(zero, zero, q, k).expand(stop - start, k_len), plane[start:stop]):
+        if not torch.equal(
+            bound.keep(zero, zero, q, k).expand(stop - start, k_len), plane[start:stop]
+        ):
             return False
     return True

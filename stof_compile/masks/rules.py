@@ -1,4 +1,4 @@
-"""Elementary rules that are arithmetic on positions, each with its element test, its tile test and its signature."""
+"""Elementary rules that are arithmetic on positions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class LowerRight(MaskSpec):
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Not defined before `bind`."""
-        raise StofMaskError("causal(lower_right=True) depends on the lengths; call bind(q_len, k_len) first")
+        raise StofMaskError(
+            "causal(lower_right=True) depends on the lengths; call bind(q_len, k_len) first"
+        )
 
     def __repr__(self) -> str:
         return "causal(lower_right=True)"
@@ -130,7 +132,9 @@ class Range(MaskSpec):
 
     def signature(self, tiles: Tiles) -> tuple[Tensor, ...] | None:
         """First position of the tile, cut where the range is out of reach."""
-        low, step = (tiles.q_lo, tiles.block[0]) if self.axis == "q" else (tiles.k_lo, tiles.block[1])
+        low, step = (
+            (tiles.q_lo, tiles.block[0]) if self.axis == "q" else (tiles.k_lo, tiles.block[1])
+        )
         return (low.clamp(min(self.start - step, self.stop), max(self.stop, self.start - step)),)
 
 
@@ -198,7 +202,9 @@ class Phase(MaskSpec):
         """Compare the tile's range of remainders; exact."""
         first = tiles.k_lo % self.period
         last = first + (tiles.k_hi - tiles.k_lo)
-        wraps = last >= self.period  # then it holds the last remainder, kept, and remainder 0, kept only if start is 0
+        wraps = (
+            last >= self.period
+        )  # then it holds the last remainder, kept, and remainder 0, kept only if start is 0
         full = (first >= self.start) & ~wraps if self.start > 0 else first >= 0
         return three_valued((last < self.start) & ~wraps, full)
 
@@ -209,4 +215,3 @@ class Phase(MaskSpec):
 
 def _segment(position: Tensor, size: int) -> Tensor:
     return torch.div(position, size, rounding_mode="floor")
-

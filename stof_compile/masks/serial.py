@@ -10,9 +10,10 @@ from torch import Tensor
 
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import patterns, rules, tensor_rules
+from stof_compile.masks.algebra import And, Not, Or
 from stof_compile.masks.opaque import Opaque
 from stof_compile.masks.random_tiles import RandomTiles
-from stof_compile.masks.spec import And, MaskSpec, Not, Or
+from stof_compile.masks.spec import MaskSpec
 
 RULES: tuple[type[MaskSpec], ...] = (
     And,
@@ -63,7 +64,10 @@ def decode(node: Any, tensors: Sequence[Tensor]) -> MaskSpec:
     names = {field.name for field in dataclasses.fields(found[0])}  # type: ignore[arg-type]
     given = set(node) - {"rule"}
     if not given <= names:
-        raise StofMaskError(f"mask rule {node['rule']!r} has no field {sorted(given - names)}; fields: {sorted(names)}")
+        raise StofMaskError(
+            f"mask rule {node['rule']!r} has no field {sorted(given - names)}; fields: "
+            f"{sorted(names)}"
+        )
     try:
         return found[0](**{name: _value(node[name], tensors) for name in given})
     except TypeError as error:
@@ -74,7 +78,9 @@ def _value(value: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(value, dict) and "tensor" in value:
         number = value["tensor"]
         if not 0 <= number < len(tensors):
-            raise StofMaskError(f"the mask rule refers to tensor {number}, but {len(tensors)} were given")
+            raise StofMaskError(
+                f"the mask rule refers to tensor {number}, but {len(tensors)} were given"
+            )
         return tensors[number]
     if isinstance(value, dict):
         return decode(value, tensors)

@@ -1,7 +1,7 @@
 """What every mask rule is: evaluation by position, by tile, algebra, serialisation and identity.
 
-A rule says which query position sees which key position. Positions are absolute: the builder adds its query
-offset before it asks. Rules are immutable; two rules are equal when their keys are equal.
+A rule says which query position sees which key position. Positions are absolute: the builder adds
+its query offset before it asks. Rules are immutable; two rules are equal when their keys are equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EMPTY, FULL, MIXED = 0, 1, 2
 
-PlaneShape = tuple["int | None", "int | None"]
+PlaneShape = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Tiles:
     """A set of tiles for `MaskSpec.classify`, all bounds inclusive and broadcastable together.
 
     Args:
-        q_lo, q_hi, k_lo, k_hi: int tensors, first and last absolute position of the tile on each side.
+        q_lo, q_hi, k_lo, k_hi: int tensors, first and last absolute position of the tile on each
+            side.
         b, h: int tensors, batch and head index.
         block: upper bound of the tile's edges in tokens.
         aligned: every tile begins at a multiple of its block's edges.
@@ -49,23 +50,28 @@ class Tiles:
 
 
 def three_valued(empty: Tensor, full: Tensor) -> Tensor:
-    """Combine two bool tensors into one int8 class: EMPTY wins over FULL, everything else is MIXED."""
+    """Combine two bool tensors into one int8 class: EMPTY wins over FULL, everything else is
+    MIXED.
+    """
     kind = torch.full_like(empty, MIXED, dtype=torch.int8)
     return kind.masked_fill(full, FULL).masked_fill(empty, EMPTY)
 
 
 class MaskSpec:
-    """Base of all mask rules; subclasses are frozen dataclasses whose fields are plain data, tensors or rules."""
+    """Base of all mask rules; subclasses are frozen dataclasses whose fields are plain data,
+    tensors or rules.
+    """
 
     rule: ClassVar[str]
 
-    # -- evaluation ------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Evaluate the rule element by element.
 
         Args:
-            b, h, q, k: int64 index tensors that broadcast together, on one device; q and k are absolute positions.
+            b, h, q, k: int64 index tensors that broadcast together, on one device; q and k are
+                absolute positions.
         Returns:
             bool tensor of the broadcast shape, True = attend. Pure torch, so it can be traced.
         Raises:
@@ -86,9 +92,11 @@ class MaskSpec:
         """Classify tiles: 0 empty, 1 full, 2 mixed or unknown.
 
         Args:
-            q_lo, q_hi, k_lo, k_hi: int tensors, inclusive absolute bounds of each tile; they broadcast together.
+            q_lo, q_hi, k_lo, k_hi: int tensors, inclusive absolute bounds of each tile; they
+                broadcast together.
             b, h: int tensors, batch and head of each tile.
-            block: upper bound of the tile edges in tokens; found from the bounds (one host sync) when not given.
+            block: upper bound of the tile edges in tokens; found from the bounds (one host sync)
+                when not given.
         Returns:
             int8 tensor of the broadcast shape.
         """
@@ -100,24 +108,30 @@ class MaskSpec:
         return self.classes(tiles).expand(shape)
 
     def classes(self, tiles: Tiles) -> Tensor:
-        """Three-valued class of each tile, int8, broadcastable to the tiles; a rule that can't tell says MIXED."""
+        """Three-valued class of each tile, int8, broadcastable to the tiles; a rule that can't tell
+        says MIXED.
+        """
         return torch.full_like(tiles.q_lo, MIXED, dtype=torch.int8)
 
     def signature(self, tiles: Tiles) -> tuple[Tensor, ...] | None:
-        """Integers that decide a tile's content: unclipped tiles with equal signatures have equal elements.
+        """Integers that decide a tile's content: unclipped tiles with equal signatures have equal
+        elements.
 
         Returns:
-            Integer tensors broadcastable to the tiles, or None when only the elements themselves tell.
+            Integer tensors broadcastable to the tiles, or None when only the elements themselves
+            tell.
         """
         return None
 
     def band_rule(self, block_q: int, block_k: int, q_offset: int = 0) -> BandRule | None:
-        """Return the arithmetic form that holds on every tile with kept and masked positions, or None."""
+        """Return the arithmetic form that holds on every tile with kept and masked positions, or
+        None.
+        """
         from stof_compile.masks.bands import derive_band
 
         return derive_band(self, block_q, block_k, q_offset)
 
-    # -- structure -------------------------------------------------------------------------------------
+    # -- structure ---------------------------------------------------------------------------------
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
@@ -145,8 +159,13 @@ class MaskSpec:
         return None
 
     def plane_shape(self) -> PlaneShape:
-        """Number of different (batch, head) planes: 1 = shared by all, None = as many as the problem has."""
-        return reduce(_merge_planes, (child.plane_shape() for child in self.children), (1, 1))
+        """Number of different (batch, head) planes: 1 = shared by all, None = as many as the
+        problem has.
+        """
+        planes: PlaneShape = (1, 1)
+        for child in self.children:
+            planes = _merge_planes(planes, child.plane_shape())
+        return planes
 
     @property
     def depends_on_lengths(self) -> bool:
@@ -156,7 +175,8 @@ class MaskSpec:
     def bind(
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:
-        """Resolve everything relative to the lengths, and check that the rule exists at these lengths.
+        """Resolve everything relative to the lengths, and check that the rule exists at these
+        lengths.
 
         Args:
             q_len, k_len: lengths in tokens.
@@ -168,7 +188,9 @@ class MaskSpec:
         return self.map_children(lambda child: child.bind(q_len, k_len, q_offset, device))
 
     def at_head(self, head: int) -> MaskSpec:
-        """Return the rule as one head sees it: per-head choices are resolved, the rest is unchanged."""
+        """Return the rule as one head sees it: per-head choices are resolved, the rest is
+        unchanged.
+        """
         return self.map_children(lambda child: child.at_head(head))
 
     def to(self, device: torch.device | str) -> MaskSpec:
@@ -180,7 +202,7 @@ class MaskSpec:
             return self
         return self.from_json(self.to_json(), moved)
 
-    # -- identity and serialisation --------------------------------------------------------------------
+    # -- identity and serialisation ----------------------------------------------------------------
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Captured tensors in the order `to_json` numbers them."""
@@ -209,12 +231,16 @@ class MaskSpec:
 
     @cached_property
     def key(self) -> str:
-        """Identity as 32 hex digits: the same in every process for the same rule and tensor contents."""
+        """Identity as 32 hex digits: the same in every process for the same rule and tensor
+        contents.
+        """
         text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def canonical(self) -> dict[str, Any]:
-        """Tree that decides identity: named compositions expanded, order of `&` and `|` removed, tensors as digests."""
+        """Tree that decides identity: named compositions expanded, order of `&` and `|` removed,
+        tensors as digests.
+        """
         found: list[Tensor] = []
         fields = {
             field.name: _encode(getattr(self, field.name), found, canonical=True)
@@ -249,121 +275,22 @@ class MaskSpec:
         )
         return f"{self.rule}({shown})"
 
-    # -- algebra ---------------------------------------------------------------------------------------
+    # -- algebra -----------------------------------------------------------------------------------
 
     def __and__(self, other: MaskSpec) -> MaskSpec:
+        from stof_compile.masks.algebra import And
+
         return And((self, _as_spec(other, "&")))
 
     def __or__(self, other: MaskSpec) -> MaskSpec:
+        from stof_compile.masks.algebra import Or
+
         return Or((self, _as_spec(other, "|")))
 
     def __invert__(self) -> MaskSpec:
+        from stof_compile.masks.algebra import Not
+
         return Not(self)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class And(MaskSpec):
-    """Positions kept by every operand."""
-
-    operands: tuple[MaskSpec, ...]
-    rule: ClassVar[str] = "and"
-
-    def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Conjunction of the operands."""
-        return reduce(torch.logical_and, (one.keep(b, h, q, k) for one in self.operands))
-
-    def classes(self, tiles: Tiles) -> Tensor:
-        """Empty if one operand is, full if all are."""
-        return reduce(_both, (one.classes(tiles) for one in self.operands))
-
-    def signature(self, tiles: Tiles) -> tuple[Tensor, ...] | None:
-        """All operands' signatures."""
-        return _joint_signature(self.operands, tiles)
-
-    def canonical(self) -> dict[str, Any]:
-        """Flattened, in a fixed order, without repetition."""
-        return {"rule": "and", "operands": _canonical_operands(self)}
-
-    def __repr__(self) -> str:
-        return "(" + " & ".join(map(repr, self.operands)) + ")"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Or(MaskSpec):
-    """Positions kept by at least one operand."""
-
-    operands: tuple[MaskSpec, ...]
-    rule: ClassVar[str] = "or"
-
-    def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Disjunction of the operands."""
-        return reduce(torch.logical_or, (one.keep(b, h, q, k) for one in self.operands))
-
-    def classes(self, tiles: Tiles) -> Tensor:
-        """Full if one operand is, empty if all are."""
-        return reduce(_either, (one.classes(tiles) for one in self.operands))
-
-    def signature(self, tiles: Tiles) -> tuple[Tensor, ...] | None:
-        """All operands' signatures."""
-        return _joint_signature(self.operands, tiles)
-
-    def canonical(self) -> dict[str, Any]:
-        """Flattened, in a fixed order, without repetition."""
-        return {"rule": "or", "operands": _canonical_operands(self)}
-
-    def __repr__(self) -> str:
-        return "(" + " | ".join(map(repr, self.operands)) + ")"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Not(MaskSpec):
-    """Positions the operand masks."""
-
-    operand: MaskSpec
-    rule: ClassVar[str] = "not"
-
-    def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Negation of the operand."""
-        return ~self.operand.keep(b, h, q, k)
-
-    def classes(self, tiles: Tiles) -> Tensor:
-        """Empty and full trade places."""
-        kind = self.operand.classes(tiles)
-        return torch.where(kind == MIXED, kind, 1 - kind)
-
-    def signature(self, tiles: Tiles) -> tuple[Tensor, ...] | None:
-        """The operand's signature."""
-        return self.operand.signature(tiles)
-
-    def __invert__(self) -> MaskSpec:
-        return self.operand
-
-    def __repr__(self) -> str:
-        return f"~{self.operand!r}"
-
-
-def _both(left: Tensor, right: Tensor) -> Tensor:
-    return torch.maximum(left, right).masked_fill((left == EMPTY) | (right == EMPTY), EMPTY)
-
-
-def _either(left: Tensor, right: Tensor) -> Tensor:
-    return torch.maximum(left, right).masked_fill((left == FULL) | (right == FULL), FULL)
-
-
-def _joint_signature(operands: Sequence[MaskSpec], tiles: Tiles) -> tuple[Tensor, ...] | None:
-    parts = [one.signature(tiles) for one in operands]
-    if any(part is None for part in parts):
-        return None
-    return tuple(column for part in parts if part is not None for column in part)
-
-
-def _canonical_operands(spec: And | Or) -> list[dict[str, Any]]:
-    flat: dict[str, dict[str, Any]] = {}
-    for operand in spec.operands:
-        node = operand.canonical()
-        inner = node["operands"] if node["rule"] == spec.rule else [node]
-        flat.update((json.dumps(one, sort_keys=True), one) for one in inner)
-    return [flat[text] for text in sorted(flat)]
 
 
 def _merge_planes(left: PlaneShape, right: PlaneShape) -> PlaneShape:
@@ -378,7 +305,8 @@ def _merge_count(left: int | None, right: int | None, what: str) -> int | None:
     if right is None:
         return left
     raise StofMaskError(
-        f"parts of one mask have {left} and {right} {what} planes; give both the same number, or one shared plane"
+        f"parts of one mask have {left} and {right} {what} planes; give both the same number, or "
+        "one shared plane"
     )
 
 
@@ -386,7 +314,8 @@ def _as_spec(value: object, sign: str) -> MaskSpec:
     if isinstance(value, MaskSpec):
         return value
     raise StofMaskError(
-        f"'{sign}' needs a mask rule on both sides, got {type(value).__name__}; wrap a mask_mod with masks.rule "
+        f"'{sign}' needs a mask rule on both sides, got {type(value).__name__}; wrap a mask_mod "
+        "with masks.rule "
         "and a bool tensor with masks.from_tensor"
     )
 

@@ -1,4 +1,4 @@
-"""Rules that hold data: documents, per-batch prefixes, a dense mask, a table of blocks, single points."""
+"""Rules that hold data: documents, prefixes, a dense mask, a table of blocks, single points."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def _range_tables(rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(low), torch.stack(high)
 
 
-def _range_ends(low: Tensor, high: Tensor, plane: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def _range_ends(
+    low: Tensor, high: Tensor, plane: Tensor, first: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
     """Minimum and maximum over [first, last], from two overlapping windows."""
     length = low.shape[-1]
     first, last = first.clamp(max=length - 1).long(), last.clamp(max=length - 1).long()
@@ -132,13 +134,15 @@ class TensorRule(MaskSpec):
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:
         """Check the lengths and remember where the rows begin."""
-        _check_fixed("a mask tensor", tuple(self.mask.shape[-2:]), q_len, k_len)
+        _check_fixed("a mask tensor", (self.mask.shape[2], self.mask.shape[3]), q_len, k_len)
         return self if q_offset == self.q_start else dataclasses.replace(self, q_start=q_offset)
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Look the element up."""
         mask = self.mask.to(q.device)
-        planes = [index.clamp(max=size - 1) for index, size in zip((b, h), mask.shape[:2], strict=True)]
+        planes = [
+            index.clamp(max=size - 1) for index, size in zip((b, h), mask.shape[:2], strict=True)
+        ]
         row = (q - self.q_start).clamp(0, mask.shape[2] - 1)
         return mask[planes[0], planes[1], row, k.clamp(max=mask.shape[3] - 1)]
 
@@ -181,7 +185,10 @@ class BlockTable(MaskSpec):
     def _at(self, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
         table = self.table.to(row.device)
         indices = (b, h, row, col)
-        places = [index.long().clamp(0, size - 1) for index, size in zip(indices, table.shape, strict=True)]
+        places = [
+            index.long().clamp(0, size - 1)
+            for index, size in zip(indices, table.shape, strict=True)
+        ]
         return table[places[0], places[1], places[2], places[3]]
 
     def classes(self, tiles: Tiles) -> Tensor:
@@ -225,7 +232,8 @@ class Points(MaskSpec):
 def _check_fixed(what: str, made_for: tuple[int, int], q_len: int, k_len: int) -> None:
     if made_for != (q_len, k_len):
         raise StofMaskError(
-            f"{what} of shape {list(made_for)} (queries, keys) can't be used at lengths [{q_len}, {k_len}]; "
+            f"{what} of shape {list(made_for)} (queries, keys) can't be used at lengths [{q_len}, "
+            f"{k_len}]; "
             "give a rule (masks.causal, masks.rule(mask_mod), ...), which holds at any length"
         )
 
@@ -233,4 +241,6 @@ def _check_fixed(what: str, made_for: tuple[int, int], q_len: int, k_len: int) -
 def _check_reach(what: str, made_for: int, q_len: int, k_len: int, q_offset: int) -> None:
     longest = max(q_len + q_offset, k_len)
     if longest > made_for:
-        raise StofMaskError(f"{what} cover {made_for} positions, but position {longest - 1} is asked for")
+        raise StofMaskError(
+            f"{what} cover {made_for} positions, but position {longest - 1} is asked for"
+        )

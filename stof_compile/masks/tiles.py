@@ -1,7 +1,7 @@
 """From a rule to its list of tiles: classify the grid, evaluate what is mixed, find equal contents.
 
-Nothing here has the size of the attention matrix: the grid is classified in strips of tile rows, elements are
-evaluated for mixed tiles only, in chunks.
+Nothing here has the size of the attention matrix: the grid is classified in strips of tile rows,
+elements are evaluated for mixed tiles only, in chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stof_compile.masks.tensor_rules import TensorRule
 
 _STRIP_CPU = 2**16
 _STRIP_GPU = 2**23
-"""Tiles classified at once: temporaries that fit a CPU's cache, few launches and host syncs on a GPU."""
+"""Tiles classified at once: they fit a CPU's cache; few launches and host syncs on a GPU."""
 
 _STRIP_ELEMENTS = 2**24
 """Elements of a dense mask cut into tiles at once."""
@@ -117,7 +117,9 @@ def list_tiles(spec: MaskSpec, grid: Grid) -> TileList:
 
     kept, tile_id, words = _evaluate_mixed(spec, grid, row[mixed], col[mixed])
     area = grid.block_q * grid.block_k
-    found = torch.full_like(kept, MIXED).masked_fill(kept == 0, EMPTY).masked_fill(kept == area, FULL)
+    found = (
+        torch.full_like(kept, MIXED).masked_fill(kept == 0, EMPTY).masked_fill(kept == area, FULL)
+    )
     kind[mixed] = found.to(torch.int8)
     bitmap_id[mixed] = tile_id
     left = torch.nonzero(kind).squeeze(1)
@@ -133,7 +135,9 @@ def _classify_grid(spec: MaskSpec, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     col = torch.arange(cols, device=device, dtype=torch.int32)[None, :]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for start in range(0, total, strip):
-        row = torch.arange(start, min(start + strip, total), device=device, dtype=torch.int32)[:, None]
+        row = torch.arange(start, min(start + strip, total), device=device, dtype=torch.int32)[
+            :, None
+        ]
         kind = spec.classes(grid.tiles(row, col)).expand(row.shape[0], cols)
         here = torch.nonzero(kind)
         local, column = here[:, 0], here[:, 1]
@@ -145,11 +149,14 @@ def _classify_grid(spec: MaskSpec, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(rows), torch.cat(columns), torch.cat(kinds)
 
 
-def _evaluate_mixed(spec: MaskSpec, grid: Grid, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _evaluate_mixed(
+    spec: MaskSpec, grid: Grid, row: Tensor, col: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Evaluate tiles (row, col), each distinct signature once.
 
     Returns:
-        kept int64 [N] elements of each tile, bitmap number int64 [N] (0 where empty or full), words int64 [U, W].
+        kept int64 [N] elements of each tile, bitmap number int64 [N] (0 where empty or full), words
+        int64 [U, W].
     """
     inverse: Tensor | None = None
     tiles = grid.tiles(row, col, clipped=False)
@@ -171,8 +178,6 @@ def _evaluate_mixed(spec: MaskSpec, grid: Grid, row: Tensor, col: Tensor) -> tup
     return kept, bitmap_id, words[different]
 
 
-
-
 def _list_dense(spec: TensorRule, grid: Grid) -> TileList:
     """The tiles of a dense mask, read strip by strip of tile rows instead of element by element."""
     area, rows, cols = grid.block_q * grid.block_k, grid.rows, grid.cols
@@ -185,7 +190,9 @@ def _list_dense(spec: TensorRule, grid: Grid) -> TileList:
             stop = min(start + strip, rows)
             part = dense[start * grid.block_q : stop * grid.block_q]
             height, width = (stop - start) * grid.block_q, cols * grid.block_k
-            part = torch.nn.functional.pad(part, (0, width - part.shape[1], 0, height - part.shape[0]))
+            part = torch.nn.functional.pad(
+                part, (0, width - part.shape[1], 0, height - part.shape[0])
+            )
             tiles = part.reshape(stop - start, grid.block_q, cols, grid.block_k).transpose(1, 2)
             kept = tiles.sum((2, 3))
             here = torch.nonzero(kept)

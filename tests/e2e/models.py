@@ -7,7 +7,8 @@ layers are enough to see what differs between layers (names, alternating windows
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ class ModelCase:
         id: row name, ``model-implementation[-variant]``.
         build: returns the model and its keyword inputs; seeded, so that two calls agree.
         sites: attention layers that have to be found.
-        near_misses: attention-like places that have to be reported with a reason.
-        train: keep the model in training mode with gradients on.
-        sparse: sites whose mask has a static part (a rule could replace it).
-        padding: sites whose mask has a padding part.
-        bias: sites with a learned additive bias.
+        near_misses: attention that has to be reported with a reason instead.
+        static, padding, bias, dynamic: sites whose mask has that part. causal: sites with SDPA's flag.
+        cross: sites between two sequences.
+        names: site names, where they are worth stating.
+        train: gradients on (the model is in training mode).
         notes: what the row is there for.
     """
 
@@ -43,13 +44,15 @@ class ModelCase:
     build: Callable[[], Built]
     sites: int
     near_misses: int = 0
-    train: bool = False
     static: int = 0
     padding: int = 0
     bias: int = 0
+    dynamic: int = 0
+    causal: int = 0
+    cross: int = 0
     names: tuple[str, ...] = ()
+    train: bool = False
     notes: str = ""
-    flags: frozenset[str] = field(default_factory=frozenset)
 
 
 def token_ids(length: int = LENGTH) -> Tensor:
@@ -292,7 +295,7 @@ class SelfAttentionBlock(nn.Module):
 def nn_mha(
     need_weights: bool, padded: bool, batch_first: bool = True, masked: bool = False, **options: Any
 ) -> Built:
-    """Two blocks of nn.MultiheadAttention."""
+    """Two blocks of nn.MultiheadAttention; ``masked`` adds a causal float mask as a buffer."""
     torch.manual_seed(0)
 
     class Stack(nn.Module):
@@ -319,7 +322,13 @@ def nn_encoder(padded: bool, norm_first: bool = False, activation: str = "relu")
     """nn.TransformerEncoder; in evaluation without gradients a layer is one fused call."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
-        HIDDEN, HEADS, 128, dropout=0.1, batch_first=True, norm_first=norm_first, activation=activation
+        HIDDEN,
+        HEADS,
+        128,
+        dropout=0.1,
+        batch_first=True,
+        norm_first=norm_first,
+        activation=activation,
     )
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     inputs: dict[str, Any] = {"src": _hidden_states()}
@@ -470,3 +479,165 @@ def hand_written(style: str, **options: Any) -> Built:
             return x
 
     return Stack().eval(), {"x": _hidden_states()}
+
+
+# -- the matrix ------------------------------------------------------------------------------------
+
+BERT_NAMES = ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self")
+T5_NAMES = (
+    "encoder.block.0.layer.0.SelfAttention",
+    "encoder.block.1.layer.0.SelfAttention",
+    "decoder.block.0.layer.0.SelfAttention",
+    "decoder.block.0.layer.1.EncDecAttention",
+    "decoder.block.1.layer.0.SelfAttention",
+    "decoder.block.1.layer.1.EncDecAttention",
+)
+
+
+def _hugging_face(implementation: str, padded: bool) -> list[ModelCase]:
+    """The rows that exist for both implementations, with and without padding."""
+    suffix = f"{implementation}-padded" if padded else implementation
+    pads = 2 if padded else 0
+    both = (implementation, padded)
+    layers = ("layers.0.self_attn", "layers.1.self_attn")
+    return [
+        ModelCase(f"bert-{suffix}", partial(hf_bert, *both), 2, padding=pads, names=BERT_NAMES),
+        ModelCase(f"distilbert-{suffix}", partial(hf_distilbert, *both), 2, padding=pads),
+        ModelCase(
+            f"gpt2-{suffix}",
+            partial(hf_gpt2, *both),
+            2,
+            static=2,
+            padding=pads,
+            names=("h.0.attn", "h.1.attn"),
+        ),
+        ModelCase(
+            f"llama-{suffix}",
+            partial(hf_llama, *both),
+            2,
+            static=2,
+            padding=pads,
+            names=layers,
+            notes="GQA, RoPE",
+        ),
+        ModelCase(
+            f"mistral-{suffix}",
+            partial(hf_mistral, *both),
+            2,
+            static=2,
+            padding=pads,
+            notes="window",
+        ),
+        ModelCase(
+            f"t5-{suffix}",
+            partial(hf_t5, *both),
+            6,
+            static=2,
+            padding=2 * pads,
+            bias=4,
+            cross=2,
+            names=T5_NAMES,
+            notes="learned bias, no scale, cross-attention",
+        ),
+    ]
+
+
+CASES: tuple[ModelCase, ...] = (
+    *_hugging_face("sdpa", False),
+    *_hugging_face("sdpa", True),
+    *_hugging_face("eager", False),
+    *_hugging_face("eager", True),
+    ModelCase(
+        "distilgpt2-sdpa",
+        partial(hf_gpt2, "sdpa", False, layers=1),
+        1,
+        static=1,
+        notes="GPT2 with fewer layers",
+    ),
+    ModelCase("vit-sdpa", partial(hf_vit, "sdpa"), 2, notes="17 tokens, no mask"),
+    ModelCase("vit-eager", partial(hf_vit, "eager"), 2),
+    ModelCase(
+        "gemma2-eager",
+        partial(hf_gemma2, False),
+        2,
+        static=2,
+        notes="softcap; window and full alternate",
+    ),
+    ModelCase("gemma2-eager-padded", partial(hf_gemma2, True), 2, static=2, padding=2),
+    ModelCase(
+        "llama-sdpa-prefill", partial(hf_llama_prefill, "sdpa"), 2, causal=2, notes="fills a cache"
+    ),
+    ModelCase("llama-eager-prefill", partial(hf_llama_prefill, "eager"), 2, static=2),
+    ModelCase(
+        "llama-sdpa-dynamic-cache",
+        partial(hf_llama_decode, "sdpa", False),
+        2,
+        notes="decodes one token",
+    ),
+    ModelCase("llama-eager-dynamic-cache", partial(hf_llama_decode, "eager", False), 2),
+    ModelCase(
+        "llama-sdpa-static-cache",
+        partial(hf_llama_decode, "sdpa", True),
+        2,
+        padding=2,
+        notes="decodes one token",
+    ),
+    ModelCase("llama-eager-static-cache", partial(hf_llama_decode, "eager", True), 2, padding=2),
+    ModelCase(
+        "mha", partial(nn_mha, False, False), 2, names=("blocks.0.attention", "blocks.1.attention")
+    ),
+    ModelCase("mha-padded", partial(nn_mha, False, True), 2, padding=2),
+    ModelCase(
+        "mha-sequence-first",
+        partial(nn_mha, False, False, batch_first=False, masked=True),
+        2,
+        static=2,
+    ),
+    ModelCase(
+        "mha-separate-projections", partial(nn_mha, False, False, kdim=HIDDEN, vdim=HIDDEN), 2
+    ),
+    ModelCase("mha-bias-kv", partial(nn_mha, False, False, add_bias_kv=True), 0, near_misses=2),
+    ModelCase(
+        "mha-need-weights",
+        partial(nn_mha, True, True),
+        0,
+        near_misses=2,
+        notes="the weights are returned",
+    ),
+    ModelCase(
+        "transformer-encoder",
+        partial(nn_encoder, False),
+        2,
+        names=("layers.0.self_attn", "layers.1.self_attn"),
+    ),
+    ModelCase(
+        "transformer-encoder-padded",
+        partial(nn_encoder, True, norm_first=True, activation="gelu"),
+        2,
+        padding=2,
+    ),
+    ModelCase(
+        "transformer-encoder-causal", nn_encoder_causal, 2, dynamic=2, notes="the mask is an input"
+    ),
+    ModelCase("transformer-encoder-train", nn_encoder_train, 2, train=True),
+    ModelCase("transformer-decoder", nn_decoder, 4, causal=2, cross=2),
+    ModelCase("transformer", nn_transformer, 6, cross=2),
+    ModelCase("hand-masked-fill-buffer", partial(hand_written, "masked_fill_buffer"), 2, static=2),
+    ModelCase(
+        "hand-masked-fill-in-place", partial(hand_written, "masked_fill_inplace"), 2, static=2
+    ),
+    ModelCase("hand-einsum-where", partial(hand_written, "where_einsum"), 2, static=2),
+    ModelCase("hand-einsum-bshd", partial(hand_written, "einsum_bshd"), 2),
+    ModelCase("hand-bmm", partial(hand_written, "bmm"), 2),
+    ModelCase("hand-baddbmm", partial(hand_written, "baddbmm"), 2, static=2),
+    ModelCase("hand-scale-on-both", partial(hand_written, "scale_both"), 2),
+    ModelCase(
+        "hand-repeat-interleave",
+        partial(hand_written, "repeat_interleave", kv_heads=2),
+        2,
+        causal=2,
+    ),
+    ModelCase("hand-sdpa-rule", partial(hand_written, "sdpa_user_and_rule"), 2, static=2),
+    ModelCase("hand-weights-escape", partial(hand_written, "weights_escape"), 0, near_misses=2),
+    ModelCase("hand-sdpa-dropout", partial(hand_written, "sdpa_dropout"), 0, near_misses=2),
+)

@@ -1,0 +1,191 @@
+"""The operators that attend under a block mask: schema, fake, gradient and the way to the kernels.
+
+A block mask travels as its seven arrays (see ``masks/block_mask.py``), every decision as an
+argument. Kernels, and with them Triton, are imported when an operator first meets a device that
+needs them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Positions of q, k, v and bias among the operators' arguments, for the gradient.
+_Q, _K, _V, _BIAS = 0, 1, 2, 11
+
+
+@torch.library.triton_op("stof::attention_block", mutates_args=())
+def attention_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plane_map: Tensor,
+    row_ptr: Tensor,
+    full_start: Tensor,
+    col_idx: Tensor,
+    bitmap_id: Tensor,
+    bitmap: Tensor,
+    row_order: Tensor,
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    config: Sequence[int],
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the block-wise kernel; see ``attention_block_forward`` in kernels/."""
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+    return load_launcher("stof::attention_block")(
+        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
+    )
+
+
+@torch.library.triton_op("stof::attention_row", mutates_args=())
+def attention_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plane_map: Tensor,
+    row_ptr: Tensor,
+    full_start: Tensor,
+    col_idx: Tensor,
+    bitmap_id: Tensor,
+    bitmap: Tensor,
+    row_order: Tensor,
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    config: Sequence[int],
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the row-wise kernel; see ``attention_row_forward`` in kernels/."""
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+    return load_launcher("stof::attention_row")(
+        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
+    )
+
+
+@torch.library.custom_op("stof::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plane_map: Tensor,
+    row_ptr: Tensor,
+    full_start: Tensor,
+    col_idx: Tensor,
+    bitmap_id: Tensor,
+    bitmap: Tensor,
+    row_order: Tensor,
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    block_q: int,
+    block_k: int,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias or [0]) by the reference formula in strips of query rows.
+
+    Opaque, on any device: the strips read the tile lists, whose values no trace may need.
+    """
+    from stof_compile.kernels import reference
+
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+    keep_rows = reference.tile_keep_rows(
+        mask, block_q, block_k, q.shape[2], k.shape[2], q_offset, band
+    )
+    return reference.attention_backward_reference(
+        grad_out, grad_lse, q, k, v, keep_rows, key_keep, bias, scale, softcap,
+        strip=reference.strip_rows(q, k.shape[2], block_q), bias_grad=bias_grad,
+    )  # fmt: skip
+
+
+@attention_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    _, _, q, k, v = arguments[:5]
+    bias, bias_grad = arguments[13], arguments[-1]
+    return fake_gradients(q, k, v, bias if bias_grad else None)
+
+
+def fake_attention(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """The shapes and strides of every attention operator: (out in [B,Q,H,E] memory, lse)."""
+    batch, heads, q_len = q.shape[:3]
+    out = q.new_empty((batch, q_len, heads, v.shape[3])).transpose(1, 2)
+    lse = q.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
+    return out, lse
+
+
+def fake_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """The shapes of (dq, dk, dv, dbias): contiguous, dbias [0] where none is wanted."""
+    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), dbias)
+
+
+def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the inputs of an attention operator over a block mask for its gradient."""
+    ctx.save_for_backward(*inputs[: _BIAS + 1])
+    ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, ctx.config = inputs[_BIAS + 1 : _BIAS + 6]
+    ctx.inputs = len(inputs)
+    ctx.return_lse = inputs[_BIAS + 6]
+
+
+def attention_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    """Gradient of every attention operator over a block mask, for its q, k, v and bias."""
+    saved = ctx.saved_tensors
+    block_q, block_k = ctx.config[:2]
+    bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
+    dq, dk, dv, dbias = torch.ops.stof.attention_backward(
+        grad_out, grad_lse if ctx.return_lse else None, *saved,
+        ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, block_q, block_k, bias_grad,
+    )  # fmt: skip
+    gradients: list[Tensor | None] = [None] * ctx.inputs
+    gradients[_Q], gradients[_K], gradients[_V] = dq, dk, dv
+    gradients[_BIAS] = dbias if bias_grad else None
+    return tuple(gradients)
+
+
+@cache
+def load_launcher(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Import the launcher of a Triton operator and make its kernel known to torch's caches.
+
+    torch reads the kernels of an operator when the operator is defined, before ours are imported;
+    it needs their source in the keys of its compile caches, or an edited kernel would be ignored.
+    """
+    if operator == "stof::attention_block":
+        from stof_compile.kernels.attention_blockwise import KERNELS, attention_block_forward
+
+        launcher: Callable[..., tuple[Tensor, Tensor]] = attention_block_forward
+    else:
+        from stof_compile.kernels.attention_rowwise import KERNELS, attention_row_forward
+
+        launcher = attention_row_forward
+    known = getattr(torch._library.triton, "triton_ops_to_kernels", None)
+    if known is not None:
+        known[operator] = list(KERNELS)
+    return launcher
+
+
+def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        if q.is_cuda:
+            load_launcher(operator)
+        return fake_attention(q, v, rest[-1])
+
+    return fake
+
+
+for _operator in (attention_block, attention_row):
+    _operator.register_fake(_fake(_operator._qualname))
+    _operator.register_autograd(attention_gradient, setup_context=save_attention)

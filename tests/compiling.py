@@ -1,0 +1,95 @@
+"""Compile a Triton kernel for a GPU that is not here and read what it needs there."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+POINTERS = {
+    "lse": "*fp32",
+    "key_keep": "*i1",
+    "bitmap": "*i64",
+    "plane_map": "*i32",
+    "row_ptr": "*i32",
+    "full_start": "*i32",
+    "col_idx": "*i32",
+    "bitmap_id": "*i32",
+    "row_order": "*i32",
+}
+GFX942 = "gfx942"
+
+
+class Needs(NamedTuple):
+    """Resources of one compiled kernel."""
+
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+
+
+def compile_kernel(
+    kernel: Any,
+    target: int | str,
+    dtype: str,
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+) -> Any:
+    """Compile for an sm number or "gfx942"; every integer argument is a 16-byte multiple."""
+    signature = {name: _type(name, dtype, constants) for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.startswith("stride")
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    gpu = GPUTarget("hip", target, 64) if target == GFX942 else GPUTarget("cuda", target, 32)
+    return triton.compile(
+        source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages}
+    )
+
+
+def needs(compiled: Any, target: int | str) -> Needs:
+    """Shared memory, registers and spilled bytes of a compiled kernel."""
+    if target == GFX942:
+        text = compiled.asm["amdgcn"]
+        registers = _number(r"\.vgpr_count:\s+(\d+)", text)
+        spills = _number(r"\.vgpr_spill_count:\s+(\d+)", text) * 4
+    else:
+        text = _assemble(compiled.asm["ptx"], target)
+        registers = _number(r"Used (\d+) registers", text)
+        spills = _number(r"(\d+) bytes spill stores", text)
+    return Needs(compiled.metadata.shared, registers, spills)
+
+
+def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in ("q", "k", "v", "out", "bias"):
+        return f"*{dtype}"
+    return POINTERS.get(name, "i32")
+
+
+def _assemble(ptx: str, target: int | str) -> str:
+    """What the assembler that Triton uses for this GPU says about the kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        name = f"sm_{target}a" if int(target) >= 90 else f"sm_{target}"
+        command = [get_ptxas(int(target)).path, "-v", f"--gpu-name={name}", str(source)]
+        run = subprocess.run(
+            [*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
+        )
+    return run.stderr
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} not in the compiler's report"
+    return int(found.group(1))

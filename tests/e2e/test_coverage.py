@@ -1,0 +1,101 @@
+"""Coverage matrix: every model of the zoo through ``torch.compile(backend="stof")``.
+
+Each row states that all attention layers are found, that the compiled model computes what the eager one does, and
+that STOF adds no graph break. ``STOF_WRITE_COVERAGE=1`` writes the rows to docs/coverage.md.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from models import CASES, ModelCase
+
+from stof_compile import explain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR_BOUND = 2e-5 if DEVICE == "cpu" else 2e-4  # fp32, two layers; the largest relative error of the output
+FORCED = {"cpu": "flex", "cuda": "block"}
+
+
+def _to(value, device):
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return value
+
+
+def outputs(value):
+    """Floating-point tensors of a model's output, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in outputs(item)]
+    return []
+
+
+def run(case: ModelCase, compiler):
+    """Build the model anew, compile it and call it once."""
+    torch._dynamo.reset()
+    model, inputs = case.build()
+    model.to(DEVICE)
+    inputs = {name: _to(value, DEVICE) for name, value in inputs.items()}
+    compiled = compiler(model)
+    with torch.set_grad_enabled(case.train):
+        result = compiled(**inputs)
+    return compiled, outputs(result)
+
+
+def graph_count(case: ModelCase) -> int:
+    graphs = []
+
+    def count(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    run(case, lambda model: torch.compile(model, backend=count))
+    return len(graphs)
+
+
+def largest_error(found, expected) -> float:
+    assert len(found) == len(expected)
+    worst = 0.0
+    for out, ref in zip(found, expected, strict=True):
+        assert out.shape == ref.shape
+        assert torch.equal(out.isfinite(), ref.isfinite())
+        worst = max(worst, float((out - ref).abs().max() / ref.abs().max().clamp(min=1e-12)))
+    return worst
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_row(case: ModelCase, request: pytest.FixtureRequest):
+    _, expected = run(case, lambda model: model)
+    graphs = graph_count(case)
+    options = {"attention": FORCED[DEVICE], "tune_budget_s": 0}
+    fast, found = run(case, lambda model: torch.compile(model, backend="stof", options=options))
+    seen = explain(fast)
+    error = largest_error(found, expected)
+    rewritten = sum(site.status == "rewritten" for site in seen.sites)
+    folder = os.environ.get("STOF_COVERAGE_ROWS")
+    if folder:
+        row = {
+            "order": CASES.index(case),
+            "id": case.id,
+            "sites": len(seen.sites),
+            "rewritten": rewritten,
+            "near_misses": len(seen.near_misses),
+            "graphs": len(seen.graphs),
+            "error": error,
+            "notes": case.notes,
+            "reasons": sorted({f["reason"] for f in (*seen.fallbacks, *seen.near_misses)}),
+            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
+            "torch": torch.__version__,
+        }
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{case.id}.json").write_text(json.dumps(row))
+    assert len(seen.sites) == case.sites
+    assert len(seen.near_misses) == case.near_misses
+    assert len(seen.graphs) == graphs
+    assert error <= ERROR_BOUND
