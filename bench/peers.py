@@ -185,14 +185,30 @@ def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
 # -- STOF ------------------------------------------------------------------------------------------
 
 
-def compile_with_stof(setup: Setup) -> Attend:
-    """What a user writes: plain SDPA, the mask through options, the measured choice."""
+def _stof_option(setup: Setup) -> Attend:
+    """What a user writes for existing code: plain SDPA, the mask through options."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
-    options = {"mask": mask_spec(setup.cell), "cache_dir": setup.choices, "strict": True}
-    return torch.compile(attend, backend="stof", dynamic=False, options=options)
+    return _with_stof(attend, setup, {"mask": mask_spec(setup.cell)})
+
+
+def _stof_call(setup: Setup) -> Attend:
+    """What a user writes for new code: STOF's function inside a compiled one."""
+    import stof_compile
+
+    spec = mask_spec(setup.cell)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return stof_compile.sparse_attention(q, k, v, mask=spec)
+
+    return _with_stof(attend, setup, {})
+
+
+def _with_stof(attend: Attend, setup: Setup, options: dict[str, Any]) -> Attend:
+    common = {"cache_dir": setup.choices, "strict": True}
+    return torch.compile(attend, backend="stof", dynamic=False, options=options | common)
 
 
 def _stof_function(setup: Setup) -> Attend:
@@ -207,7 +223,8 @@ def _stof_function(setup: Setup) -> Attend:
 def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
     """Every variant of every peer for a cell, STOF last."""
     stof = [
-        Variant("stof", "compiled", compile_with_stof),
+        Variant("stof", "option", _stof_option),
+        Variant("stof", "function", _stof_call),
         Variant("stof_fn", "eager", _stof_function),
     ]
     if device.type == "cpu":

@@ -86,7 +86,8 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
             best_of(group, peers, time_field)
             for peers in (("sdpa_mask",), ("flex_default",), EXPERT_PEERS, ("cudnn",))
         ]
-        detail = next((r["detail"] for r in group if r["peer"] == "stof"), "MISSING")
+        ours = [r for r in group if r["peer"] == "stof"]
+        detail = min(ours, key=lambda r: number(r, time_field))["detail"] if ours else "MISSING"
         share = (
             number(group[0], "tile_floor_us") / stof.median_us if stof is not None else float("nan")
         )

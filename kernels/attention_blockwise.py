@@ -296,9 +296,9 @@ class BlockConfig(NamedTuple):
 # Tile (rows, keys) and warps worth trying, the best on sparse masks first.
 _TILES = (
     (64, 64, 4),
-    (64, 64, 8),
-    (128, 64, 8),
     (128, 128, 8),
+    (128, 64, 8),
+    (64, 64, 8),
     (64, 32, 4),
     (64, 32, 8),
     (32, 32, 4),
@@ -340,7 +340,7 @@ def configs(
         (block_q, block_k, warps)
         for block_q, block_k, warps in _TILES
         if block_q <= tallest
-        and fits_registers(block_q, block_k, block_dv, warps, itemsize)
+        and fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
         and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
     ][:_MAX_TILES]
     loops = (4, 3, 5) if has_part and has_full else (1,) if has_part else (2,)

@@ -115,6 +115,8 @@ def attention_cpu_forward(
     lse = torch.full(q.shape[:3] if return_lse else (0,), -torch.inf, dtype=torch.float32)
     if out.numel() == 0 or k.shape[2] == 0:
         return out, lse
+    # the library's fused kernel steps through head dims with unit stride
+    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if kernel == "flex":
         refusal = flex_refusal(
             q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], block, bias is not None, return_lse

@@ -16,10 +16,13 @@ _SHARED_BYTES = {
 }
 _SHARED_BYTES_HIP = 65536
 
-# fp32 accumulator values a thread may hold beside addresses and masks; beyond it registers spill.
-# Products of fp32 operands run on the ordinary units and hold their operands in registers too.
+# 32-bit values of accumulator, scores, weights and operands that a thread may hold beside addresses
+# and masks; beyond it registers spill. Hopper and newer read the query tile from shared memory,
+# older GPUs from registers. Products of fp32 operands run on the ordinary units and hold theirs in
+# registers too.
 _VALUES_PER_THREAD = 130
-_VALUES_PER_THREAD_FP32 = 40
+_VALUES_PER_THREAD_HOPPER = 165
+_VALUES_PER_THREAD_FP32 = 36
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
@@ -38,11 +41,24 @@ def shared_memory_bytes(
 
 
 def fits_registers(
-    block_q: int, block_k: int, block_dv: int, num_warps: int, itemsize: int
+    block_q: int,
+    block_k: int,
+    block_d: int,
+    block_dv: int,
+    num_warps: int,
+    itemsize: int,
+    capability: tuple[int, int],
 ) -> bool:
-    """Whether accumulator, scores and weights of a tile stay in registers."""
+    """Whether what a program keeps between its loads stays in registers."""
+    hopper = capability[0] >= 9 and torch.version.hip is None
     values = block_q * block_dv + 1.5 * block_q * block_k
-    limit = _VALUES_PER_THREAD_FP32 if itemsize == 4 else _VALUES_PER_THREAD
+    if itemsize == 4:
+        limit = _VALUES_PER_THREAD_FP32
+    elif hopper:
+        limit = _VALUES_PER_THREAD_HOPPER
+    else:
+        limit = _VALUES_PER_THREAD
+        values += block_q * block_d / 2
     return values / (32 * num_warps) <= limit
 
 

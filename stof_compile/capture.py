@@ -258,7 +258,7 @@ def site_path(node: Node, facts: CaptureFacts) -> tuple[str, ...]:
         return ()
     for depth in range(len(stack) - 1, -1, -1):
         identity, source = stack[depth]
-        if identity in facts.module_paths:
+        if identity is not None and identity in facts.module_paths:
             inner = split_source(stack[-1][1])[1]
             return facts.module_paths[identity] + inner[len(split_source(source)[1]) :]
     return split_source(stack[-1][1])[1]
@@ -324,9 +324,8 @@ def add_buffer(gm: GraphModule, name: str, tensor: Tensor) -> Node:
     unique, count = name, 0
     while hasattr(gm, unique):
         if getattr(gm, unique) is tensor:
-            existing = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == unique]
-            if existing:
-                return existing[0]
+            for existing in gm.graph.find_nodes(op="get_attr", target=unique):
+                return existing
         count += 1
         unique = f"{name}_{count}"
     gm.register_buffer(unique, tensor, persistent=False)

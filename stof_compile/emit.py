@@ -107,7 +107,7 @@ def autocast_at(graph: Graph, place: Node) -> Iterator[None]:
         if raw_name(node) == "_enter_autocast":
             open_regions.append(node)
         elif raw_name(node) == "_exit_autocast" and node.args[0] in open_regions:
-            open_regions.remove(node.args[0])  # type: ignore[arg-type]
+            open_regions = [region for region in open_regions if region is not node.args[0]]
     with ExitStack() as stack:
         for node in open_regions:
             device, dtype, enabled, cache = (*node.args, *(None,) * 4)[:4]

@@ -22,32 +22,12 @@ from stof_compile.emit import emit
 from stof_compile.node_ops import argument, operation, permutation, raw_name, shape_of, tensor_meta
 
 MHA_ARGUMENTS = (
-    "query",
-    "key",
-    "value",
-    "embed_dim_to_check",
-    "num_heads",
-    "in_proj_weight",
-    "in_proj_bias",
-    "bias_k",
-    "bias_v",
-    "add_zero_attn",
-    "dropout_p",
-    "out_proj_weight",
-    "out_proj_bias",
-    "training",
-    "key_padding_mask",
-    "need_weights",
-    "attn_mask",
-    "use_separate_proj_weight",
-    "q_proj_weight",
-    "k_proj_weight",
-    "v_proj_weight",
-    "static_k",
-    "static_v",
-    "average_attn_weights",
-    "is_causal",
-)
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias",
+    "bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias",
+    "training", "key_padding_mask", "need_weights", "attn_mask", "use_separate_proj_weight",
+    "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v",
+    "average_attn_weights", "is_causal",
+)  # fmt: skip
 MHA_DEFAULTS: dict[str, Any] = {
     "training": True,
     "need_weights": True,
@@ -56,27 +36,10 @@ MHA_DEFAULTS: dict[str, Any] = {
     "is_causal": False,
 }
 ENCODER_ARGUMENTS = (
-    "src",
-    "embed_dim",
-    "num_heads",
-    "qkv_weight",
-    "qkv_bias",
-    "proj_weight",
-    "proj_bias",
-    "use_gelu",
-    "norm_first",
-    "eps",
-    "norm_weight_1",
-    "norm_bias_1",
-    "norm_weight_2",
-    "norm_bias_2",
-    "ffn_weight_1",
-    "ffn_bias_1",
-    "ffn_weight_2",
-    "ffn_bias_2",
-    "mask",
-    "mask_type",
-)
+    "src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias",
+    "use_gelu", "norm_first", "eps", "norm_weight_1", "norm_bias_1", "norm_weight_2",
+    "norm_bias_2", "ffn_weight_1", "ffn_bias_1", "ffn_weight_2", "ffn_bias_2", "mask", "mask_type",
+)  # fmt: skip
 
 
 def expand_encoder_layers(graph: Graph, facts: CaptureFacts) -> int:

@@ -15,46 +15,15 @@ import torch
 from torch.fx import Graph, Node
 
 ALIASES = {
-    "truediv": "div",
-    "divide": "div",
-    "true_divide": "div",
-    "itruediv": "div",
-    "multiply": "mul",
-    "imul": "mul",
-    "iadd": "add",
-    "isub": "sub",
-    "subtract": "sub",
-    "imatmul": "matmul",
-    "and_": "and",
-    "iand": "and",
-    "bitwise_and": "and",
-    "logical_and": "and",
-    "__and__": "and",
-    "or_": "or",
-    "ior": "or",
-    "bitwise_or": "or",
-    "logical_or": "or",
-    "__or__": "or",
-    "invert": "not",
-    "inv": "not",
-    "bitwise_not": "not",
-    "logical_not": "not",
-    "not_": "not",
-    "negative": "neg",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "moveaxis": "movedim",
-    "concat": "cat",
-    "concatenate": "cat",
-    "_softmax": "softmax",
-    "safe_softmax": "softmax",
-    "_unsafe_view": "view",
-    "greater": "gt",
-    "less": "lt",
-    "greater_equal": "ge",
-    "less_equal": "le",
-    "not_equal": "ne",
-}
+    "truediv": "div", "divide": "div", "true_divide": "div", "itruediv": "div", "multiply": "mul",
+    "imul": "mul", "iadd": "add", "isub": "sub", "subtract": "sub", "imatmul": "matmul", "and_":
+    "and", "iand": "and", "bitwise_and": "and", "logical_and": "and", "__and__": "and", "or_":
+    "or", "ior": "or", "bitwise_or": "or", "logical_or": "or", "__or__": "or", "invert": "not",
+    "inv": "not", "bitwise_not": "not", "logical_not": "not", "not_": "not", "negative": "neg",
+    "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat",
+    "concatenate": "cat", "_softmax": "softmax", "safe_softmax": "softmax", "_unsafe_view": "view",
+    "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne",
+}  # fmt: skip
 CASTS = frozenset(
     {"to", "type", "type_as", "float", "half", "bfloat16", "double", "bool", "long", "int"}
 )
@@ -63,90 +32,30 @@ CASTS = frozenset(
 VIEWS = (
     frozenset(
         {
-            "view",
-            "reshape",
-            "transpose",
-            "permute",
-            "expand",
-            "getitem",
-            "unsqueeze",
-            "squeeze",
-            "select",
-            "narrow",
-            "split",
-            "chunk",
-            "unbind",
-            "contiguous",
-            "getattr",
-            "flatten",
-            "unflatten",
-            "detach",
-            "movedim",
-            "diagonal",
-            "as_strided",
-            "view_as",
-            "expand_as",
-            "reshape_as",
-            "broadcast_to",
-            "tensor_split",
-            "ravel",
-            "t",
-            "mT",
-            "T",
-            "dropout",
-            "unfold",
-            "positive",
-            "alias",
-            "requires_grad_",
-            "data",
-            "cpu",
-            "cuda",
+            "view", "reshape", "transpose", "permute", "expand", "getitem", "unsqueeze", "squeeze",
+            "select", "narrow", "split", "chunk", "unbind", "contiguous", "getattr", "flatten",
+            "unflatten", "detach", "movedim", "diagonal", "as_strided", "view_as", "expand_as",
+            "reshape_as", "broadcast_to", "tensor_split", "ravel", "t", "mT", "T", "dropout",
+            "unfold", "positive", "alias", "requires_grad_", "data", "cpu", "cuda",
             "index_select_view",
         }
     )
     | CASTS
-)
+)  # fmt: skip
 INPLACE_OPERATORS = frozenset(
     {
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "iand",
-        "ior",
-        "ixor",
-        "ifloordiv",
-        "imod",
-        "ipow",
+        "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow",
         "imatmul",
     }
-)
+)  # fmt: skip
 RANDOM = frozenset(
     {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "poisson",
-        "uniform_",
-        "normal_",
-        "random_",
-        "exponential_",
-        "bernoulli_",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "seed",
+        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like",
+        "bernoulli", "multinomial", "normal", "poisson", "uniform_", "normal_", "random_",
+        "exponential_", "bernoulli_", "empty", "empty_like", "new_empty", "empty_strided", "seed",
         "manual_seed",
     }
-)
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -160,7 +69,7 @@ def _function_name(target: Any) -> str:
         space, _, short = name.partition("::")
         return short if space in ("aten", "prims") else name
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return str(target.name())
+        return str(target._name)
     module = getattr(target, "__module__", None) or ""
     owner = type(getattr(target, "__self__", None)).__module__
     if (
@@ -282,9 +191,10 @@ def permutation(node: Node) -> tuple[int, ...] | None:
         order[-1], order[-2] = order[-2], order[-1]
     elif name == "permute":
         dims = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
-        if not isinstance(dims, list | tuple) or not all(isinstance(d, int) for d in dims):
+        given = [d for d in dims if isinstance(d, int)] if isinstance(dims, list | tuple) else []
+        if len(given) != rank:
             return None
-        order = [int(d) % rank for d in dims]
+        order = [d % rank for d in given]
     else:
         return None
     return tuple(order)

@@ -38,40 +38,17 @@ Pass = Callable[[Graph, CaptureFacts], int]
 # In-place operations with a functional twin of the same result.
 FUNCTIONAL_TWINS = frozenset(
     {
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "masked_fill",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "tril",
-        "triu",
-        "neg",
-        "exp",
-        "tanh",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "relu",
+        "add", "sub", "mul", "div", "masked_fill", "clamp", "clamp_min", "clamp_max", "tril",
+        "triu", "neg", "exp", "tanh", "logical_and", "logical_or", "logical_not", "bitwise_and",
+        "bitwise_or", "bitwise_not", "relu",
     }
-)
+)  # fmt: skip
 DROPOUTS = frozenset(
     {
-        "dropout",
-        "dropout_",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
+        "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+        "dropout1d", "dropout2d", "dropout3d",
     }
-)
+)  # fmt: skip
 
 
 def normalize(gm: GraphModule, facts: CaptureFacts) -> dict[str, int]:
@@ -137,9 +114,13 @@ def _is_private(target: Node, writer: Node, place: dict[Node, int]) -> bool:
     if not raw_name(target) or tensor_meta(target) is None:
         return False
     for user in target.users:
-        if user is not writer and (operation(user) in VIEWS or is_inplace(user)):
-            if is_inplace(user) or any(place[reader] > place[writer] for reader in user.users):
-                return False
+        if user is writer:
+            continue
+        if is_inplace(user) and place[user] < place[writer]:
+            return False
+        views = operation(user) in VIEWS and not is_inplace(user)
+        if views and any(place[reader] > place[writer] for reader in user.users):
+            return False
     return True
 
 
@@ -194,7 +175,7 @@ def einsum_to_matmul(graph: Graph, facts: CaptureFacts) -> int:
         product = _as_product(node.args[0], operands)
         if product is None:
             continue
-        (result,) = emit(graph, node, node, product, *operands)  # type: ignore[arg-type]
+        (result,) = emit(graph, node, node, product, *operands)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         count += 1
@@ -263,26 +244,16 @@ def lift_unbatched_sdpa(graph: Graph, facts: CaptureFacts) -> int:
             continue
         missing = 4 - ranks.pop()
         tensors = [n for n in names[:4] if isinstance(given.get(n), Node)]
-        if any(isinstance(v, Node) for n, v in given.items() if n not in tensors):
+        if any(isinstance(value, Node) for n, value in given.items() if n not in tensors):
             continue
 
         def call(
             *proxies: Any, given: Any = given, tensors: Any = tensors, missing: int = missing
         ) -> Any:
-            lifted = dict(given)
-            for name, proxy in zip(tensors, proxies, strict=True):
-                rank = len(shape_of(given[name]) or ())
-                needed = (
-                    missing
-                    if name != "attn_mask"
-                    else max(0, min(missing, 4 - rank))
-                    if rank > 2
-                    else 0
-                )
-                for _ in range(needed):
-                    proxy = proxy.unsqueeze(0)
-                lifted[name] = proxy
-            q, k, v = (lifted.pop(n) for n in names[:3])
+            lifted = dict(given) | dict(zip(tensors, proxies, strict=True))
+            q, k, v = (lifted.pop(n) for n in ("query", "key", "value"))
+            for _ in range(missing):  # the mask broadcasts from the right: it needs nothing
+                q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **lifted)
             for _ in range(missing):
                 out = out.squeeze(0)

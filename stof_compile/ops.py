@@ -78,7 +78,7 @@ def attention_rule(
     tile = (config[0], config[1])
     block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    chosen = [] if q.is_cuda else ["flex" if kernel in ("auto", "block", "row") else kernel]
+    chosen = [] if q.is_cuda else [_cpu_choice(kernel, q, k, v, bias, return_lse)]
     out, lse = operator(
         q, k, v, *block_mask.tensors, key_keep, bias, scale, softcap, q_offset, band, config,
         return_lse, *chosen,
@@ -220,9 +220,9 @@ def _dense_rows(
     device = positions.device
     rows, columns = spec.plane_shape()
     planes = max(positions.shape[0], batch if rows is None else rows)
-    if spec.depends_on_lengths:
-        first_position = int(positions.min()) if positions.numel() else 0
-        spec = spec.bind(q_len, k_len, first_position, device)
+    # a read from the device only where the rule itself counts from the lengths
+    counts = spec.depends_on_lengths and positions.numel() > 0
+    spec = spec.bind(q_len, k_len, max(0, int(positions.min())) if counts else 0, device)
     b = torch.arange(planes, device=device)[:, None, None, None]
     h = torch.arange(heads if columns is None else columns, device=device)[:, None, None]
     k_pos = torch.arange(k_len, device=device)
@@ -261,6 +261,21 @@ def _attend_dense(
         )
         lse = q.new_empty(0, dtype=torch.float32)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def _cpu_choice(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, return_lse: bool
+) -> str:
+    """CPU kernel: the one asked for, else FlexAttention where it can run, else gathered tiles."""
+    if kernel not in ("auto", "block", "row"):
+        return kernel
+    from stof_compile.kernels.attention_cpu_flex import flex_refusal
+
+    refusal = flex_refusal(
+        q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], (_CPU_BLOCK, _CPU_BLOCK),
+        bias is not None, return_lse,
+    )  # fmt: skip
+    return "flex" if refusal is None else "gather"
 
 
 def _device_choice(

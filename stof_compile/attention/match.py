@@ -1,4 +1,5 @@
-"""Finding the attention of a normalised graph: sites that can be replaced, near misses with their reason."""
+"""Finding the attention of a normalised graph: sites that can be replaced, near misses with their
+reason."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from stof_compile.attention.origin import QueryOffset, is_cross, query_offset
+from stof_compile.attention.origin import (
+    ENDS_WITH_KEYS,
+    UNTOLD,
+    QueryOffset,
+    is_cross,
+    query_offset,
+)
 from stof_compile.attention.patterns import (
     Mismatch,
     Scores,
@@ -46,17 +53,23 @@ class AttentionSite:
     """One attention that was found.
 
     Args:
-        name: path as text, with "#1", "#2" ... when one module attends several times; unique in the graph.
+        name: path as text, with "#1", "#2" ... when one module attends several times; unique in
+            the graph.
         path: module path, relative to the compiled root where that is known.
         form: how it is written; "flex" and "stof" are already kernels and only listed.
-        output: node [B, H, Q, Dv] to replace. q, k, v: [B, Hq, Q, D], [B, Hk, K, D], [B, Hk, K, Dv].
+        output: node [B, H, Q, Dv] to replace. q, k, v: [B, Hq, Q, D], [B, Hk, K, D], [B, Hk, K,
+            Dv].
         k_transposed: ``k`` is [B, Hk, D, K] instead.
         terms: masks and biases on the scaled scores, in order. is_causal: SDPA's flag (upper-left).
-        mask, bias: the single bool keep mask / float additive mask when that is all there is, else None.
-        scale: factor on the scores, None for D ** -0.5. softcap: cap of ``cap * tanh(s / cap)``, 0 for none.
+        mask, bias: the single bool keep mask / float additive mask when that is all there is, else
+            None.
+        scale: factor on the scores, None for D ** -0.5. softcap: cap of ``cap * tanh(s / cap)``, 0
+            for none.
         enable_gqa: k and v have fewer heads than q.
-        cross: keys come from another sequence. offset: position of the query rows, for an added mask.
-        nodes: interior nodes, in order; they die with the output. softmax: the softmax of that form, else None.
+        cross: keys come from another sequence. offset: position of the query rows, for an added
+            mask.
+        nodes: interior nodes, in order; they die with the output. softmax: the softmax of that
+            form, else None.
         source: the user's source line.
     """
 
@@ -76,7 +89,7 @@ class AttentionSite:
     softcap: float = 0.0
     enable_gqa: bool = False
     cross: bool = False
-    offset: QueryOffset = QueryOffset("length")
+    offset: QueryOffset = ENDS_WITH_KEYS
     nodes: tuple[Node, ...] = ()
     softmax: Node | None = None
     source: str = ""
@@ -89,7 +102,8 @@ class NearMiss:
     Args:
         name, path, source: as for a site.
         node: the SDPA call, the softmax, or the fused module call. reason: why it is left.
-        cross: keys come from another sequence. offset: position of the query rows, for an added mask.
+        cross: keys come from another sequence. offset: position of the query rows, for an added
+            mask.
     """
 
     name: str
@@ -98,7 +112,7 @@ class NearMiss:
     path: tuple[str, ...] = ()
     source: str = ""
     cross: bool = False
-    offset: QueryOffset = QueryOffset("unknown", reason="queries and keys could not be told apart")
+    offset: QueryOffset = UNTOLD
 
 
 def match_attention(
@@ -135,12 +149,12 @@ def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool,
     if operation(node) == "softmax":
         scores = read_scores(node, facts.static)
         if not isinstance(scores, Scores):
-            return False, NearMiss.offset
+            return False, UNTOLD
         q, k = scores.q, scores.k
         if scores.k_transposed:
             return is_cross(gm.graph, q, k, node), query_offset(gm.graph, q, k, node, -1)
     if not (isinstance(q, Node) and isinstance(k, Node)):
-        return False, NearMiss.offset
+        return False, UNTOLD
     return is_cross(gm.graph, q, k, node), query_offset(gm.graph, q, k, node)
 
 
@@ -207,7 +221,7 @@ def _sdpa_site(
     if mask is not None and causal:
         return Mismatch("attn_mask and is_causal together: what that means depends on the device")
     terms: tuple[Term, ...] = ()
-    if mask is not None:
+    if isinstance(mask, Node):
         meta = tensor_meta(mask)
         if meta is None or type(meta) not in (torch.Tensor, FakeTensor):
             return Mismatch(f"attn_mask is a {type(meta).__name__}, not a plain tensor")
@@ -322,10 +336,12 @@ def _softmax_problem(node: Node, scores: Scores, weights: Weights) -> Mismatch |
 def _four_dimensional(
     gm: GraphModule, scores: Scores, weights: Weights
 ) -> tuple[Any, Node, Node, Node]:
-    """Output, q, k, v as [B, H, S, D]; products on [B*H, S, D] are read through the reshape normalisation added."""
+    """Output, q, k, v as [B, H, S, D]; products on [B*H, S, D] are read through the reshape
+    normalisation added."""
     output, v = weights.output, weights.v
     v_dtype = dtype_of(v)
-    # Scores computed in fp32 from 16-bit q and k: the kernel accumulates in fp32 anyway, so take the 16-bit ones.
+    # Scores computed in fp32 from 16-bit q and k: the kernel accumulates in fp32 anyway, so take
+    # the 16-bit ones.
     narrow = all(dtype_of(n) == v_dtype for n in (scores.narrow_q, scores.narrow_k))
     q, k = (scores.narrow_q, scores.narrow_k) if narrow else (scores.q, scores.k)
     if len(shape_of(output) or ()) == 4:
@@ -336,7 +352,8 @@ def _four_dimensional(
         return Mismatch("the values product has an unexpected layout"), q, k, v
     single = operation(lifted) == "unsqueeze"
     heads = None if single else shape[1]
-    return lifted, *(_unfolded(gm, n, heads) for n in (q, k, v))
+    q, k, v = (_unfolded(gm, n, heads) for n in (q, k, v))
+    return lifted, q, k, v
 
 
 def _unfolded(gm: GraphModule, node: Node, heads: int | None) -> Node:
@@ -358,7 +375,8 @@ def _first_call_after(node: Node) -> Node:
 
 
 def _autocast(gm: GraphModule, product: Node, before: Node, *operands: Node) -> list[Node]:
-    """Operands as the autocast region around a product sees them: cast to the dtype of its result."""
+    """Operands as the autocast region around a product sees them: cast to the dtype of its
+    result."""
     wanted = dtype_of(product)
     if (
         wanted is None
@@ -414,7 +432,8 @@ def _operand_problem(
 def _written_between(
     first: Node, last: Node, read: tuple[Node, ...], writes: Writes
 ) -> Mismatch | None:
-    """A write to an operand's memory between the first matched node and the place where the operands are read anew."""
+    """A write to an operand's memory between the first matched node and the place where the
+    operands are read anew."""
     if not writes:
         return None
     bases = {storage_base(node) for node in read}

@@ -25,7 +25,8 @@ from stof_compile.node_ops import (
 )
 from stof_compile.static_values import is_size
 
-# A projection ends the local computation of q or k; the residual stream continues through everything else.
+# A projection ends the local computation of q or k; the residual stream continues through
+# everything else.
 PROJECTIONS = frozenset(
     {
         "linear",
@@ -48,7 +49,8 @@ class QueryOffset:
     """Absolute position of the query rows.
 
     Args:
-        kind: "length": row i stands at i + k_len - q_len. "position": row i stands at ``node[i]`` (or ``value + i``).
+        kind: "length": row i stands at i + k_len - q_len. "position": row i stands at ``node[i]``
+            (or ``value + i``).
             "unknown": cannot be told, see ``reason``.
         value: the offset when it is a plain number.
         node: tensor of positions [Q] (or a single one) for a preallocated cache.
@@ -59,6 +61,10 @@ class QueryOffset:
     value: int | None = None
     node: Node | None = None
     reason: str = ""
+
+
+ENDS_WITH_KEYS = QueryOffset("length")
+UNTOLD = QueryOffset("unknown", reason="queries and keys could not be told apart")
 
 
 def key_writes(graph: Graph, key: Node, reader: Node) -> list[Node]:
@@ -187,7 +193,8 @@ def _position_of(start: object) -> tuple[int | None, Node | None] | None:
 def is_cross(graph: Graph, q: Node, k: Node, reader: Node) -> bool:
     """Whether keys and queries come from different sequences.
 
-    Both are followed back to their projection and on through the residual stream. Self-attention shares a node there
+    Both are followed back to their projection and on through the residual stream. Self-attention
+    shares a node there
     (also when the keys pass through a cache), cross-attention shares none.
     """
     near = _stream(graph, q, reader, deep=False) & _stream(graph, k, reader, deep=False)
@@ -197,7 +204,8 @@ def is_cross(graph: Graph, q: Node, k: Node, reader: Node) -> bool:
 
 
 def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]:
-    """Activations the sequence of q or k is made of: its projection's input and, if ``deep``, what adds up to it."""
+    """Activations the sequence of q or k is made of: its projection's input and, if ``deep``, what
+    adds up to it."""
     seen: set[Node] = set()
     stack, crossed = [(start, False)], set()
     while stack:

@@ -3,8 +3,10 @@
     sdpa      F.scaled_dot_product_attention(q, k, v, mask, ...)
     softmax   matmul(softmax(terms(scale * matmul(q, k^T))), v)
 
-``read_scores`` walks from a softmax to its product and ``read_weights`` from a softmax to its values. Both return a
-``Mismatch`` with the reason when something looks like attention and is not quite; they change nothing.
+``read_scores`` walks from a softmax to its product and ``read_weights`` from a softmax to its
+values. Both return a
+``Mismatch`` with the reason when something looks like attention and is not quite; they change
+nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Scores:
 
 @dataclass
 class Weights:
-    """softmax -> [casts] -> matmul(., v) -> output; ``nodes`` lie between softmax and output (both excluded)."""
+    """softmax -> [casts] -> matmul(., v) -> output; ``nodes`` lie between softmax and output (both
+    excluded)."""
 
     output: Node
     v: Node
@@ -161,25 +164,10 @@ def _has_product(node: Node, depth: int = 16) -> bool:
 
 SCORE_OPERATIONS = frozenset(
     {
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "masked_fill",
-        "where",
-        "tanh",
-        "contiguous",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "clamp",
-        "clone",
-        "unsqueeze",
-        "squeeze",
+        "add", "sub", "mul", "div", "neg", "masked_fill", "where", "tanh", "contiguous", "view",
+        "reshape", "flatten", "unflatten", "clamp", "clone", "unsqueeze", "squeeze",
     }
-)
+)  # fmt: skip
 
 
 def _step(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
@@ -301,7 +289,8 @@ def _read_product(node: Node, walk: _Walk) -> Scores | Mismatch:
 
 
 def peel_operand(node: Node, static: StaticValues) -> tuple[Node, Node, float]:
-    """Strip constant factors and copies from an operand; (operand, the same before widening casts, factor)."""
+    """Strip constant factors and copies from an operand; (operand, the same before widening casts,
+    factor)."""
     scale, wide = 1.0, node
     while True:
         name = operation(node)
@@ -330,7 +319,8 @@ def peel_operand(node: Node, static: StaticValues) -> tuple[Node, Node, float]:
             break
     if wide is not node and dtype_of(wide) == dtype_of(node):
         wide = node
-    # A factor below a widening cast is only taken along with the cast: both operands must tell the same story.
+    # A factor below a widening cast is only taken along with the cast: both operands must tell the
+    # same story.
     return wide, node, scale
 
 

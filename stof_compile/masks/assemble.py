@@ -1,4 +1,4 @@
-"""From the tile lists of all planes to the tensors of a block mask; equal planes are stored once."""
+"""From the tile lists of all planes to the tensors of a block mask; equal planes stored once."""
 
 from __future__ import annotations
 

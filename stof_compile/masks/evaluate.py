@@ -28,8 +28,8 @@ _CHUNK_COMPILED = 2**28
 """Elements evaluated at once by a compiled strip, which keeps one byte an element at most."""
 
 _COMPILE_FROM = 2**34
-"""Elements (131,072 squared) from which a GPU compiles. On an H200 such a pass takes 1.1 s eagerly;
-compiling takes 6 s the first time, little once it is in Inductor's cache."""
+"""Elements (131,072 squared) from which a GPU compiles. On an H200 such a pass takes 1 s eagerly
+(64 times the 16 ms at 16,384) and 72 ms compiled; compiling takes 9 s the first time."""
 
 _log = logging.getLogger(__name__)
 

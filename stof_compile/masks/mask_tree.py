@@ -1,7 +1,9 @@
 """Reading the tree of a mask: which conjuncts and summands it is made of.
 
-A tree consists of ``&``, ``|``, ``~``, ``where``, ``masked_fill``, sums and shape changes. ``MaskTree`` walks it from
-the scores down and collects the leaves, each with the logical axes (batch, heads, queries, keys) of its dimensions.
+A tree consists of ``&``, ``|``, ``~``, ``where``, ``masked_fill``, sums and shape changes.
+``MaskTree`` walks it from
+the scores down and collects the leaves, each with the logical axes (batch, heads, queries, keys)
+of its dimensions.
 """
 
 from __future__ import annotations
@@ -24,13 +26,11 @@ from stof_compile.node_ops import (
 )
 from stof_compile.static_values import StaticValues
 
-MASKING_LIMIT = (
-    -1e4
-)  # a score moved by this or less gets no weight beside any other: a mask, not a bias
+# A score moved by this or less gets no weight beside any other: a mask, not a bias.
+MASKING_LIMIT = -1e4
 BATCH, HEAD, QUERY, KEY, BATCH_HEAD = range(5)
-Axes = tuple[
-    int | None, ...
-]  # logical axis of each dimension of a node; None: a dimension of size 1 to drop
+# Logical axis of each dimension of a node; None for a dimension of size 1 to drop.
+Axes = tuple[int | None, ...]
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 
@@ -79,28 +79,31 @@ class MaskTree:
         if whole or dtype_of(node) != torch.bool:
             self.keeps.append(Leaf(node, axes, negated))
             return
+        first, second = node.args[0] if node.args else None, argument(node, 1, "other")
         joins = ("or",) if negated else ("and", "mul")  # not (a or b) = not a and not b
-        operands = [node.args[0] if node.args else None, argument(node, 1, "other")]
-        both = all(isinstance(a, Node) and dtype_of(a) == torch.bool for a in operands)
-        if name in joins and both:
-            for operand in operands:
-                self._bool(operand, _aligned(operand, axes), negated)  # type: ignore[arg-type]
-        elif name == "not":
-            self._bool(operands[0], axes, not negated)  # type: ignore[arg-type]
-        elif (
-            name in ("eq", "ne")
-            and dtype_of(operands[0]) == torch.bool
-            and isinstance(operands[1], bool | int)
+        if not isinstance(first, Node):
+            self.keeps.append(Leaf(node, axes, negated))
+            return
+        of_bool = dtype_of(first) == torch.bool
+        if (
+            name in joins
+            and of_bool
+            and isinstance(second, Node)
+            and dtype_of(second) == torch.bool
         ):
-            flips = (operands[1] == 0) == (name == "eq")
-            self._bool(operands[0], axes, negated != flips)  # type: ignore[arg-type]
+            for operand in (first, second):
+                self._bool(operand, _aligned(operand, axes), negated)
+        elif name == "not" and of_bool:
+            self._bool(first, axes, not negated)
+        elif name in ("eq", "ne") and of_bool and isinstance(second, bool | int):
+            self._bool(first, axes, negated != ((second == 0) == (name == "eq")))
         elif name == "masked_fill" and not negated and argument(node, 2, "value") in (False, 0):
-            self._bool(operands[0], _aligned(operands[0], axes), False)  # type: ignore[arg-type]
+            self._bool(first, _aligned(first, axes), False)
             mask = argument(node, 1, "mask")
             self._bool(mask, _aligned(mask, axes), True)
-        elif is_cast(node) and operands[0] is not None and dtype_of(operands[0]) == torch.bool:
-            self._bool(operands[0], axes, negated)  # type: ignore[arg-type]
-        elif is_cast(node) and (masked := _nonzero_where(operands[0], axes)) is not None:
+        elif is_cast(node) and of_bool:
+            self._bool(first, axes, negated)
+        elif is_cast(node) and (masked := _nonzero_where(first, axes)) is not None:
             self._bool(*masked, negated)
         elif (inner := _through_shape(node, axes)) is not None:
             self._bool(*inner, negated)
@@ -168,7 +171,8 @@ class MaskTree:
         return False
 
     def _product(self, node: Node, axes: Axes, factor: float, floor: float) -> bool:
-        """``constant * x``, and the masks ``constant * b`` and ``constant * (1 - b)`` of a bool b."""
+        """``constant * x``, and the masks ``constant * b`` and ``constant * (1 - b)`` of a bool
+        b."""
         scalar = self.static.scalar
         x, other = node.args[0], argument(node, 1, "other")
         value = scalar(other)
@@ -238,7 +242,8 @@ def _nonzero_where(node: Any, axes: Axes) -> tuple[Node, Axes] | None:
 
 
 def _through_shape(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
-    """Source of a node that only moves, adds, drops or broadcasts dimensions, with the source's axes."""
+    """Source of a node that only moves, adds, drops or broadcasts dimensions, with the source's
+    axes."""
     name, source = operation(node), node.args[0] if node.args else None
     inner, outer = shape_of(source), shape_of(node)
     if (

@@ -1,6 +1,8 @@
-"""Splitting the mask a model computes into a static part, padding, bias and what only the run knows.
+"""Splitting the mask a model computes into a static part, padding, bias and what only the run
+knows.
 
-The mask of a site is a tree of ``&``, ``|``, ``~``, ``where``, ``masked_fill`` and sums between shape changes. Its
+The mask of a site is a tree of ``&``, ``|``, ``~``, ``where``, ``masked_fill`` and sums between
+shape changes. Its
 conjuncts are taken apart and sorted by what they depend on:
 
     static   constants, factories, buffers     evaluated now (or, for symbolic sizes, kept as text)
@@ -33,14 +35,9 @@ from stof_compile.masks.mask_tree import (
     broadcast_axes,
 )
 from stof_compile.node_ops import (
-    argument,
     dtype_of,
-    is_cast,
     is_one,
     mutations,
-    operation,
-    permutation,
-    same_size,
     shape_of,
     storage_base,
     tensor_meta,
@@ -51,26 +48,27 @@ if TYPE_CHECKING:
     from stof_compile.attention.match import AttentionSite
     from stof_compile.attention.origin import QueryOffset
 
-    -1e4
-)  # a score moved by this or less gets no weight beside any other: a mask, not a bias
-    int | None, ...
-]  # logical axis of each dimension of a node; None: a dimension of size 1 to drop
-
 
 @dataclass(frozen=True)
 class MaskParts:
-    """The mask of one site, taken apart. A score counts when all of static, causal, padding and dynamic say so.
+    """The mask of one site, taken apart. A score counts when all of static, causal, padding and
+    dynamic say so.
 
     Args:
-        static: bool keep [B|1, H|1, Q, K] on the device of the graph; None when it keeps everything.
-        static_graph: the same as a function of sizes, when shapes are symbolic (``static`` is None then); its value
+        static: bool keep [B|1, H|1, Q, K] on the device of the graph; None when it keeps
+            everything.
+        static_graph: the same as a function of sizes, when shapes are symbolic (``static`` is None
+            then); its value
             is [B|1, H|1, Q|1, K|1], see ``full_planes``.
         is_causal: SDPA's flag: row i sees keys 0..i (upper-left), besides everything else.
         padding: bool node [B, K], True = attend.
         bias: float node [B|1, H|1, Q|1, K], added to the scaled (and soft-capped) scores.
-        dynamic: bool node [B|1, H|1, Q|1, K] that could not be sorted; keep the site unless it can be honoured.
-        empty_rows: what the model computes for a row whose keys are all masked: "zero", "nan", "mean" (of all
-            values: finfo.min was added) or "unmasked" (a constant was added to all its scores, as with -1e4).
+        dynamic: bool node [B|1, H|1, Q|1, K] that could not be sorted; keep the site unless it can
+            be honoured.
+        empty_rows: what the model computes for a row whose keys are all masked: "zero", "nan",
+            "mean" (of all
+            values: finfo.min was added) or "unmasked" (a constant was added to all its scores, as
+                with -1e4).
         static_empty_rows: ``static`` has such rows.
         buffers: names of the buffer inputs whose present contents went into ``static``.
         offset: position of the query rows, for a mask given from outside.
@@ -104,7 +102,8 @@ class MaskParts:
 def split_mask(gm: GraphModule, facts: CaptureFacts, site: AttentionSite) -> MaskParts:
     """Take the mask of a site apart.
 
-    New nodes (reshapes and conjunctions of parts) are written in front of the site; those that stay unused are erased
+    New nodes (reshapes and conjunctions of parts) are written in front of the site; those that
+    stay unused are erased
     by ``emit.erase_unused``.
     """
     walk = MaskTree(facts.static)
@@ -143,10 +142,10 @@ class _Assembly:
 
     def parts(self) -> MaskParts:
         """Assemble the parts."""
-        fixed, padding, dynamic = [], [], []
+        sorted_leaves: dict[str, list[Leaf]] = {"static": [], "padding": [], "dynamic": []}
         for leaf in self.walk.keeps:
-            kind = self._kind(leaf)
-            (fixed if kind == "static" else padding if kind == "padding" else dynamic).append(leaf)
+            sorted_leaves[self._kind(leaf)].append(leaf)
+        fixed, padding, dynamic = sorted_leaves.values()
         biases = []
         for leaf in self.walk.sums:
             mask = self._mask_of_static_sum(leaf)
@@ -188,8 +187,7 @@ class _Assembly:
             return "padding"
         names = ", ".join(
             ("batch", "heads", "queries", "keys", "batch x heads")[a]
-            for a in sorted(along)
-            if a is not None
+            for a in sorted(axis for axis in along if axis is not None)
         )
         self.reasons.append(f"'{leaf.node.name}' depends on the inputs and varies along {names}")
         return "dynamic"

@@ -42,7 +42,8 @@ def reference_attention(q, k, v, padding, bias, dynamic, site: AttentionSite, st
 
 
 class Recorder(list):
-    """Backend that remembers what it sees, replaces every site by the reference and runs in eager mode."""
+    """Backend that remembers what it sees, replaces every site by the reference and runs in eager
+    mode."""
 
     def __call__(self, gm: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         facts = read_capture(gm, inputs)

@@ -1,4 +1,5 @@
-"""Every model of the zoo: sites, near misses and mask parts, and the reference in place of every site computes the model."""
+"""Every model of the zoo: sites, near misses and mask parts, and the reference in place of every
+site computes the model."""
 
 import pytest
 import torch

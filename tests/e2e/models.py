@@ -1,7 +1,9 @@
 """Model zoo: every small model whose attention layers the backend has to find.
 
-Each row builds an untrained model (two layers, hidden size 64, at most 64 tokens) with its inputs. Two
-layers are enough to see what differs between layers (names, alternating windows) and keep a compile short.
+Each row builds an untrained model (two layers, hidden size 64, at most 64 tokens) with its inputs.
+Two
+layers are enough to see what differs between layers (names, alternating windows) and keep a
+compile short.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class ModelCase:
         build: returns the model and its keyword inputs; seeded, so that two calls agree.
         sites: attention layers that have to be found.
         near_misses: attention that has to be reported with a reason instead.
-        static, padding, bias, dynamic: sites whose mask has that part. causal: sites with SDPA's flag.
+        static, padding, bias, dynamic: sites whose mask has that part. causal: sites with SDPA's
+            flag.
         cross: sites between two sequences.
         names: site names, where they are worth stating.
         train: gradients on (the model is in training mode).
@@ -62,7 +65,8 @@ def token_ids(length: int = LENGTH) -> Tensor:
 
 
 def padding_mask(length: int = LENGTH, side: str = "right") -> Tensor:
-    """Attention mask [BATCH, length] in Hugging Face's convention (1 = attend); the second row is shorter."""
+    """Attention mask [BATCH, length] in Hugging Face's convention (1 = attend); the second row is
+    shorter."""
     mask = torch.ones(BATCH, length, dtype=torch.int64)
     if side == "right":
         mask[1, length - 8 :] = 0
@@ -201,7 +205,8 @@ def hf_mistral(implementation: str, padded: bool) -> Built:
 
 
 def hf_gemma2(padded: bool) -> Built:
-    """Gemma2: softcap, window and full layers alternate (its authors allow eager attention only)."""
+    """Gemma2: softcap, window and full layers alternate (its authors allow eager attention
+    only)."""
     from transformers import Gemma2Config, Gemma2Model
 
     torch.manual_seed(0)

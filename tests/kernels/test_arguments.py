@@ -93,8 +93,12 @@ def test_configs_fit_the_device(head_dim, dtype, capability):
             config.block_q, config.block_k, width, width, config.num_stages, dtype.itemsize
         )
         assert used <= limits.shared_memory_limit(capability)
-    assert {c.loops for c in attention_blockwise.configs(64, dtype, capability, has_full=False)} == {1}
-    assert {c.loops for c in attention_blockwise.configs(64, dtype, capability, has_part=False)} == {2}
+    assert {
+        c.loops for c in attention_blockwise.configs(64, dtype, capability, has_full=False)
+    } == {1}
+    assert {
+        c.loops for c in attention_blockwise.configs(64, dtype, capability, has_part=False)
+    } == {2}
     decode = attention_blockwise.configs(head_dim, dtype, capability, q_len=1)
     assert {c.block_q for c in decode} == {16}
     assert attention_rowwise.configs(head_dim, dtype, capability)

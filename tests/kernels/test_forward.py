@@ -118,7 +118,9 @@ CASES = {
     "longformer band": Case(rule="longformer", band=True),
     "causal longformer band": Case(rule="causal longformer", band=True),
     "causal longformer bitmap": Case(rule="causal longformer"),
-    "causal, more queries than keys": Case(q_len=40, k_len=21, q_offset=0, rule="causal", band=True),
+    "causal, more queries than keys": Case(
+        q_len=40, k_len=21, q_offset=0, rule="causal", band=True
+    ),
     "dense": Case(q_len=32, k_len=48, rule="dense"),
     "random planes": Case(rule="random", batch=2),
     "padding": Case(rule="random", batch=2, padding=True),

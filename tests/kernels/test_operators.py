@@ -136,9 +136,7 @@ def test_rule_on_the_cpu(kernel):
     bias = torch.randn(Q_LEN, K_LEN, requires_grad=True)
     out, _ = torch.ops.stof.attention_rule(*rule_arguments(q, k, v, kernel, bias=bias))
     wide = [t.detach().double().requires_grad_() for t in (q, k, v, bias)]
-    wanted = attention_reference(
-        *wide[:3], stored_mask().to_dense(), None, wide[3], SCALE
-    )
+    wanted = attention_reference(*wide[:3], stored_mask().to_dense(), None, wide[3], SCALE)
     assert_close(out, wanted, torch.float32)
     assert out.transpose(1, 2).is_contiguous()
     got = torch.autograd.grad(out.square().sum(), (q, k, v, bias))
@@ -175,6 +173,4 @@ def test_dense_mask_planes():
 def test_a_fixed_mask_refuses_another_length():
     spec = masks.from_tensor(torch.ones(8, 8, dtype=torch.bool))
     with pytest.raises(StofMaskError):
-        torch.ops.stof.dense_mask(
-            list(spec.tensors()), spec.to_json(), torch.arange(9), 9, 1, 1
-        )
+        torch.ops.stof.dense_mask(list(spec.tensors()), spec.to_json(), torch.arange(9), 9, 1, 1)

@@ -93,7 +93,5 @@ def test_tile_rows_from_a_band():
     spec = masks.longformer(9, 5) & masks.causal()
     stored = masks.build_block_mask(spec, 40, 70, 16, q_offset=30)
     assert stored.band is not None
-    rows = reference.tile_keep_rows(
-        stored.tensors, 16, 16, 40, 70, 30, [*stored.band.as_ints()]
-    )
+    rows = reference.tile_keep_rows(stored.tensors, 16, 16, 40, 70, 30, [*stored.band.as_ints()])
     assert torch.equal(rows(0, 40), stored.to_dense())

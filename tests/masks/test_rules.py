@@ -217,7 +217,8 @@ SCRIPT = """
 import torch
 from stof_compile import masks
 table = torch.arange(50) // 7
-spec = masks.bigbird(9, 5, 0.1) & masks.rule(lambda b, h, q, k: (table[q] == table[k]) | (q - k < 3))
+rule = masks.rule(lambda b, h, q, k: (table[q] == table[k]) | (q - k < 3))
+spec = masks.bigbird(9, 5, 0.1) & rule
 print(spec.key, masks.build_block_mask(spec, 50, 50, 16).key)
 """
 
