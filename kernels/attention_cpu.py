@@ -1,13 +1,15 @@
 """Attention over a block mask on the CPU: three kernels with one signature.
 
-    gather   the kept K/V tiles of a strip of tile rows are copied side by side, and the library's fused
-             attention runs over (tile row) x (kept keys) as if each tile row were a batch entry
+    gather   the kept K/V tiles of a strip of tile rows are copied side by side, and the library's
+             fused attention runs over (tile row) x (kept keys) as if each tile row were a batch
+             entry
     flex     FlexAttention, compiled once per form, reading the same tile lists
     sdpa     the dense mask and F.scaled_dot_product_attention: the exact fallback
 
-Measured with 2 threads (AMX machine; window 32 + 16 global tokens, 1 x 12 x 2048 x 64), as multiples of
-SDPA with the dense mask: gather 6.3 (fp32, 32 x 32 tiles) and 4.4 (bf16, 64 x 32), flex 4.9 and 2.8.
-The gather kernel compiles nothing; a cold FlexAttention compiles for 5 to 8 seconds per form.
+Measured with 2 threads on an otherwise idle machine with matrix units (AMX), window 32 + 16 global
+tokens, 1 x 12 x 2048 x 64, as multiples of the speed of SDPA with the dense mask: gather 6.3 (fp32,
+32 x 32 tiles) and 4.4 (bf16, 64 x 32 tiles). FlexAttention is no faster there and compiles for 5
+to 10 seconds per form when nothing is cached; the gather kernel compiles nothing.
 """
 
 from collections.abc import Sequence
@@ -15,15 +17,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from stof_compile.kernels.attention_cpu_flex import flex_forward, flex_refusal
 from stof_compile.kernels.attention_cpu_gather import fused_attention, gather_forward
 from stof_compile.kernels.reference import tile_keep_rows
+from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNELS = ("gather", "flex", "sdpa")
-
 
 
 class CpuKernel(NamedTuple):
@@ -88,19 +88,20 @@ def attention_cpu_forward(
         q: [batch, heads, q_len, head_dim], fp16, bf16, fp32 or fp64, any strides.
         k: [batch, kv_heads, k_len, head_dim]; heads is a multiple of kv_heads.
         v: [batch, kv_heads, k_len, value_dim].
-        mask: the seven arrays of the block mask (plane_map, row_ptr, full_start, col_idx, bitmap_id,
-            bitmap, row_order).
+        mask: the seven arrays of the block mask (plane_map, row_ptr, full_start, col_idx,
+            bitmap_id, bitmap, row_order).
         key_keep: bool [batch or 1, k_len], True where the key may be attended, or None.
         bias: added to the scores, float, broadcastable to [batch, heads, q_len, k_len], or None.
-        scale: factor of the dot products. softcap: c > 0 turns a scaled score x into c * tanh(x / c).
+        scale: factor of the dot products. softcap: c > 0 turns a scaled score x into c * tanh(x /
+            c).
         q_offset: position of the first query; band: arithmetic form of the part tiles, or empty.
         block: (block_q, block_k) of the mask.
         return_lse: also compute the log-sum-exp.
         kernel: "gather", "flex" or "sdpa".
 
     Returns:
-        out: [batch, heads, q_len, value_dim] over [batch, q_len, heads, value_dim] memory, 0 on rows
-        without keys; lse: fp32 [batch, heads, q_len], -inf on such rows, or [0].
+        out: [batch, heads, q_len, value_dim] over [batch, q_len, heads, value_dim] memory, 0 on
+        rows without keys; lse: fp32 [batch, heads, q_len], -inf on such rows, or [0].
 
     Raises:
         ValueError: arguments that do not fit, or a kernel that cannot run them.
@@ -108,7 +109,9 @@ def attention_cpu_forward(
     bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
     _check(q, k, v, mask, key_keep, bias, block)
     if kernel not in KERNELS:
-        raise ValueError(f"attention kernel on the CPU: one of {', '.join(KERNELS)}; got {kernel!r}")
+        raise ValueError(
+            f"attention kernel on the CPU: one of {', '.join(KERNELS)}; got {kernel!r}"
+        )
     if kernel == "sdpa" and softcap > 0:
         raise ValueError("attention kernel 'sdpa': SDPA has no softcap; take 'gather'")
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
@@ -119,7 +122,14 @@ def attention_cpu_forward(
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if kernel == "flex":
         refusal = flex_refusal(
-            q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], block, bias is not None, return_lse
+            q.dtype,
+            q.shape[2],
+            k.shape[2],
+            q.shape[3],
+            v.shape[3],
+            block,
+            bias is not None,
+            return_lse,
         )
         if refusal is not None:
             raise ValueError(f"attention kernel 'flex': {refusal}; take 'gather'")
@@ -145,7 +155,7 @@ def _dense(
     band: Sequence[int],
     block: tuple[int, int],
 ) -> None:
-    """Fill ``out`` (and ``lse`` when it is not empty) through the whole mask, O(q_len x k_len) memory."""
+    """Fill ``out``, and ``lse`` when it is not empty, through the whole q_len x k_len mask."""
     q_len, k_len = q.shape[2], k.shape[2]
     keep = tile_keep_rows(mask, *block, q_len, k_len, q_offset, band)(0, q_len)
     assert keep is not None, "a block mask always expands to a mask"

@@ -1,11 +1,11 @@
 """FlexAttention on the CPU over the tile lists of a block mask.
 
-The compiled callable is made once per form (which pieces of the mask exist, dtype, layout) and shared by
-all layers and lengths; Inductor's disk cache keeps it between processes.
+The compiled callable is made once per form (which pieces of the mask exist, dtype, layout) and
+shared by all layers and lengths; Inductor's disk cache keeps it between processes.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -106,8 +106,8 @@ def flex_forward(
         try:
             return _compiled(form, dynamic=True)(*arguments)
         except InductorError:
-            # Inductor's CPU template renames symbols as text (s7 inside s75): some forms with symbolic
-            # lengths do not build, and are compiled for each length instead
+            # Inductor's CPU template renames symbols as text (s7 inside s75): some forms with
+            # symbolic lengths do not build, and are compiled for each length instead
             return _compiled(form, dynamic=False)(*arguments)
 
 
@@ -126,7 +126,7 @@ def _flex_call(
     block: tuple[int, int],
     banded: bool,
 ) -> Tensor:
-    """Traced body; numbers that change between masks are tensors, or each value would compile anew."""
+    """Traced body; numbers that change between masks are tensors, or each would compile anew."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def in_band(q_idx: Tensor, k_idx: Tensor) -> Tensor:
@@ -151,16 +151,29 @@ def _flex_call(
         return score
 
     block_mask = BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2]), compute_q_blocks=False
+        lists[0],
+        lists[1],
+        lists[2],
+        lists[3],
+        BLOCK_SIZE=block,
+        mask_mod=mask_mod,
+        seq_lengths=(q.shape[2], k.shape[2]),
+        compute_q_blocks=False,
     )
     result: Any = flex_attention(
-        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(result, Tensor), "without a log-sum-exp FlexAttention returns one tensor"
     return result
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(form: Form, *, dynamic: bool) -> Callable[..., Tensor]:
     """Make the callable of a form, for all lengths (dynamic) or for each.
 
@@ -177,11 +190,13 @@ def _tables(
     """Lists as FlexAttention reads them; a function of the arrays' contents.
 
     Returns:
-        part counts int32 [planes, rows], part columns [planes, rows, cols], the same of full tiles, and the
-        bitmap number of every tile [planes, rows, cols].
+        part counts int32 [planes, rows], part columns [planes, rows, cols], the same of full
+        tiles, and the bitmap number of every tile [planes, rows, cols].
     """
     starts, fulls, columns, numbers = (
-        torch.frombuffer(bytearray(a), dtype=torch.int32).long() if a else torch.zeros(0, dtype=torch.int64)
+        torch.frombuffer(bytearray(a), dtype=torch.int32).long()
+        if a
+        else torch.zeros(0, dtype=torch.int64)
         for a in (row_ptr, full_start, col_idx, bitmap_id)
     )
     lines = fulls.shape[0]

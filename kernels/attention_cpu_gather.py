@@ -1,41 +1,29 @@
-"""Gather kernel of the CPU: the kept keys of a few tile rows side by side, then dense attention over them.
+"""Gather kernel of the CPU: kept keys of a few tile rows side by side, then dense attention.
 
-A tile row becomes a batch entry of a fused dense attention whose keys are copies of its kept tiles. Rows
-with about as many tiles share a call (a bucket), padded with masked tiles, so that one heavy row does not
-lengthen the others; a row that keeps nearly everything reads K and V in place.
+A tile row becomes a batch entry of a fused dense attention whose keys are copies of its kept tiles.
+Rows with about as many tiles share a call (a bucket), padded with masked tiles, so that one heavy
+row does not lengthen the others; a row that keeps nearly everything reads K and V in place.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from stof_compile.kernels.attention_cpu_buckets import (
+    Bucket,
+    additive_mask,
+    bitmap_octets,
+    bucket_rows,
+)
 from torch import Tensor
 
 # Elements of K gathered at once, all heads together: a strip's K, V and mask stay in the caches.
-STRIP_ELEMENTS = 1 << 21
-# Tile rows of one bucket are padded to the longest; a row shorter than this part of it opens a new bucket.
-BUCKET_FILL = 0.75
-# A row with at least this part of all tile columns reads K and V in place, gaps masked: no copy.
-WHOLE_ROW_FILL = 0.75
-_FULL, _ABSENT = -1, -2
-
-
-
-class Bucket(NamedTuple):
-    """Tile rows of one plane with about as many kept tiles."""
-
-    rows: Tensor  # int64 [r], ascending
-    cols: Tensor  # int64 [r, n], padded with column 0
-    ids: Tensor  # int64 [r, n]: bitmap number, -1 = full, -2 = absent
-    first: int  # rows are first, first + 1, ... or -1
-    masked: bool  # some tile is not full
-    whole: bool  # cols are 0, 1, 2, ... for every row
+STRIP_ELEMENTS = 1 << 20
 
 
 class Unit(NamedTuple):
-    """Heads of one batch entry that share a plane: all groups of some kv heads, or a part of one group."""
+    """Heads of a batch entry with one plane: some kv heads and their groups, or part of a group."""
 
     batch: int
     kv_first: int
@@ -51,7 +39,7 @@ class Strip(NamedTuple):
     cols: Tensor  # int64 [r, n]
     first: int  # first row if the rows are contiguous, else -1
     whole: bool
-    keep: Tensor | None  # bool [r, 1, block_q, n * block_k], None when every tile is full
+    extra: Tensor | None  # 0 or -inf, [r, 1, block_q, n * block_k], None when every tile is full
 
 
 def gather_forward(
@@ -67,30 +55,38 @@ def gather_forward(
     softcap: float,
     block: tuple[int, int],
 ) -> None:
-    """Fill ``out`` and ``lse`` strip by strip; memory O(strip) beside one padded copy at ragged lengths.
+    """Fill ``out`` and ``lse`` strip by strip; memory O(strip) beside one padded copy at ragged
+    lengths.
 
     Args:
         out: zeros [batch, heads, q_len, value_dim]. lse: -inf, fp32 [batch, heads, q_len], or [0].
-        q, k, v, mask, key_keep, scale, softcap, block: as in ``attention_cpu.attention_cpu_forward``.
+        q, k, v, mask, key_keep, scale, softcap, block: as in
+            ``attention_cpu.attention_cpu_forward``.
         bias: with four dimensions, or None.
     """
     plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, _ = mask
     block_q, block_k = block
     q_len, k_len = q.shape[2], k.shape[2]
     rows, cols = -(-q_len // block_q), -(-k_len // block_k)
-    arrays = [t.numpy().tobytes() for t in (row_ptr, full_start, col_idx, bitmap_id)]
-    queries, keys, values = _whole_tiles(q, block_q), _whole_tiles(k, block_k), _whole_tiles(v, block_k)
+    arrays = [t.numpy().tobytes() for t in (row_ptr, full_start, col_idx, bitmap_id, bitmap)]
+    queries, keys, values = (
+        _whole_tiles(q, block_q),
+        _whole_tiles(k, block_k),
+        _whole_tiles(v, block_k),
+    )
     ragged = queries is not q
     target = torch.zeros_like(_whole_tiles(out, block_q)) if ragged else out
     sums = F.pad(lse, (0, rows * block_q - q_len)) if ragged and lse.numel() else lse
     kept_keys = None
     if key_keep is not None:
-        kept_keys = F.pad(key_keep, (0, cols * block_k - k_len)).unflatten(1, (cols, block_k))
-    octets = _octets(bitmap, block)
+        padded = F.pad(key_keep, (0, cols * block_k - k_len))
+        kept_keys = padded.reshape(-1, cols, block_k)
+    octets = bitmap_octets(bitmap, block)
     workspace = (k.new_empty(0), v.new_empty(0))
     for plane, units in _units(plane_map, q.shape[0], k.shape[1], q.shape[1] // k.shape[1]).items():
-        for bucket in _buckets(*arrays, plane, rows, cols):
-            for strip in _strips(bucket, octets, block, k.shape[1] * max(k.shape[3], v.shape[3])):
+        for bucket in bucket_rows(*arrays, plane, rows, cols, block, q.dtype):
+            width = k.shape[1] * max(k.shape[3], v.shape[3])
+            for strip in _strips(bucket, octets, block, q.dtype, width):
                 for unit in units:
                     heads = slice(unit.kv_first, unit.kv_first + unit.kv_count)
                     tile_q = _query_tiles(queries, strip, unit, k.shape[1], block_q)
@@ -101,53 +97,23 @@ def gather_forward(
                     if softcap > 0:
                         part = capped_attention(tile_q, tile_k, tile_v, extra, scale, softcap)
                     else:
-                        part = fused_attention(tile_q, tile_k, tile_v, extra, scale, bool(lse.numel()))
+                        part = fused_attention(
+                            tile_q, tile_k, tile_v, extra, scale, bool(lse.numel())
+                        )
                     _store(target, part[0], strip, unit, k.shape[1], block_q)
                     if lse.numel():
-                        _store(sums.unsqueeze(-1), part[1].unsqueeze(-1), strip, unit, k.shape[1], block_q)
+                        _store(
+                            sums.unsqueeze(-1),
+                            part[1].unsqueeze(-1),
+                            strip,
+                            unit,
+                            k.shape[1],
+                            block_q,
+                        )
     if ragged:
         out.copy_(target[:, :, :q_len])
         if lse.numel():
             lse.copy_(sums[:, :, :q_len])
-
-
-@lru_cache(maxsize=64)
-def _buckets(
-    row_ptr: bytes, full_start: bytes, col_idx: bytes, bitmap_id: bytes, plane: int, rows: int, cols: int
-) -> tuple[Bucket, ...]:
-    """Group the tile rows of a plane by their number of tiles; a function of the arrays' contents."""
-    starts, fulls, columns, numbers = (
-        torch.frombuffer(bytearray(a), dtype=torch.int32).long() if a else torch.zeros(0, dtype=torch.int64)
-        for a in (row_ptr, full_start, col_idx, bitmap_id)
-    )
-    begin = starts[plane * rows : plane * rows + rows]
-    count = starts[plane * rows + 1 : plane * rows + rows + 1] - begin
-    part = fulls[plane * rows : plane * rows + rows] - begin
-    by_count = torch.argsort(count, descending=True, stable=True)
-    sorted_counts = count[by_count].tolist()
-    result, at = [], 0
-    while at < rows and sorted_counts[at] > 0:
-        longest, end = sorted_counts[at], at + 1
-        whole = longest >= WHOLE_ROW_FILL * cols
-        least = WHOLE_ROW_FILL * cols if whole else BUCKET_FILL * longest
-        while end < rows and sorted_counts[end] >= max(1.0, least):
-            end += 1
-        members = by_count[at:end].sort().values
-        place = torch.arange(longest)
-        entry = (begin[members][:, None] + place).clamp(max=columns.numel() - 1)
-        ids = torch.where(place < part[members][:, None], numbers[entry], _FULL)
-        ids = torch.where(place < count[members][:, None], ids, _ABSENT)
-        col = torch.where(ids == _ABSENT, 0, columns[entry])
-        if whole:
-            spread = torch.full((end - at, cols), _ABSENT, dtype=torch.int64)
-            # an absent tile points at column 0: amax keeps the tile that is really there
-            ids = spread.scatter_reduce(1, col, ids, "amax")
-            col = torch.arange(cols).expand(end - at, cols)
-        contiguous = int(members[-1] - members[0]) == end - at - 1
-        first = int(members[0]) if contiguous else -1
-        result.append(Bucket(members, col, ids, first, bool((ids != _FULL).any()), whole))
-        at = end
-    return tuple(result)
 
 
 def _units(plane_map: Tensor, batch: int, kv_heads: int, group: int) -> dict[int, list[Unit]]:
@@ -170,42 +136,26 @@ def _units(plane_map: Tensor, batch: int, kv_heads: int, group: int) -> dict[int
 
 
 def _strips(
-    bucket: Bucket, octets: Tensor, block: tuple[int, int], elements_per_key: int
+    bucket: Bucket,
+    octets: Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    elements_per_key: int,
 ) -> Iterator[Strip]:
     """Cut a bucket into strips of bounded size and expand their masks."""
     keys = bucket.cols.shape[1] * block[1]
     step = max(1, STRIP_ELEMENTS // max(1, keys * elements_per_key))
     for start in range(0, bucket.rows.shape[0], step):
         here = slice(start, start + step)
-        ids = bucket.ids[here]
-        keep = _keep_of(ids, octets, block) if bucket.masked else None
+        extra = None if bucket.extra is None else bucket.extra[here]
+        if extra is None and bucket.masked:
+            extra = additive_mask(bucket.ids[here], octets, block, dtype)
         first = -1 if bucket.first < 0 else bucket.first + start
-        yield Strip(bucket.rows[here], bucket.cols[here], first, bucket.whole, keep)
-
-
-def _octets(bitmap: Tensor, block: tuple[int, int]) -> Tensor:
-    """Bitmaps as uint8 [U + 2, block_k / 8, block_q], one bit a column; the last two: absent, full.
-
-    Read as little-endian bytes, a tile's words are column groups of 8, each a byte per row.
-    """
-    block_q, block_k = block
-    stored = bitmap.view(torch.uint8).reshape(-1, block_k // 8, block_q)
-    ends = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1).expand(2, block_k // 8, block_q)
-    return torch.cat([stored, ends])
-
-
-def _keep_of(ids: Tensor, octets: Tensor, block: tuple[int, int]) -> Tensor:
-    """Expand tiles [r, n] to bool [r, 1, block_q, n * block_k]."""
-    r, n = ids.shape
-    # -1 (full) and -2 (absent) count from the end of the table
-    tiles = octets.index_select(0, torch.where(ids < 0, ids + octets.shape[0], ids).reshape(-1))
-    bits = torch.bitwise_left_shift(torch.ones(8, dtype=torch.uint8), torch.arange(8, dtype=torch.uint8))
-    by_row = tiles.view(r, n, block[1] // 8, block[0]).permute(0, 3, 1, 2)
-    return (by_row.unsqueeze(-1) & bits).ne(0).reshape(r, 1, block[0], n * block[1])
+        yield Strip(bucket.rows[here], bucket.cols[here], first, bucket.whole, extra)
 
 
 def _whole_tiles(t: Tensor, block: int) -> Tensor:
-    """Pad the length (dimension 2) to whole tiles, in token-major memory; unchanged when it fits."""
+    """Pad the length (dimension 2) to whole tiles; unchanged when it fits."""
     missing = -t.shape[2] % block
     if missing == 0:
         return t
@@ -213,7 +163,7 @@ def _whole_tiles(t: Tensor, block: int) -> Tensor:
 
 
 def _query_tiles(q: Tensor, strip: Strip, unit: Unit, kv_heads: int, block_q: int) -> Tensor:
-    """Queries of a strip, [r, kv heads, group * block_q, D]: the heads of a group share a tile's K and V."""
+    """Queries of a strip, [r, kv heads, group * block_q, D]: a group shares its tile's K and V."""
     tiles = _unit_tiles(q, unit, kv_heads, block_q)
     if strip.first >= 0:
         tiles = tiles[:, :, strip.first : strip.first + strip.rows.shape[0]]
@@ -227,7 +177,8 @@ def _store(
 ) -> None:
     """Write [r, kv heads, group * block_q, E] into the strip's rows of ``target`` [B, H, Q, E]."""
     tiles = _unit_tiles(target, unit, kv_heads, block_q)
-    source = part.unflatten(2, (unit.group_count, block_q)).permute(1, 2, 0, 3, 4)
+    split = (*part.shape[:2], unit.group_count, block_q, part.shape[3])
+    source = part.reshape(split).permute(1, 2, 0, 3, 4)
     if strip.first >= 0:
         tiles[:, :, strip.first : strip.first + strip.rows.shape[0]].copy_(source)
     else:
@@ -236,7 +187,9 @@ def _store(
 
 def _unit_tiles(t: Tensor, unit: Unit, kv_heads: int, block_q: int) -> Tensor:
     """View a unit's heads of [B, H, Q, E] as [kv heads, group, tile rows, block_q, E]."""
-    tiles = t[unit.batch].unflatten(0, (kv_heads, -1)).unflatten(2, (-1, block_q))
+    one = t[unit.batch]
+    # views of any strides, as the result is written through them
+    tiles = one.view(kv_heads, -1, one.shape[1] // block_q, block_q, one.shape[2])
     heads = slice(unit.kv_first, unit.kv_first + unit.kv_count)
     return tiles[heads, unit.group_first : unit.group_first + unit.group_count]
 
@@ -249,11 +202,12 @@ def _grown(
     unit: Unit,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Make the workspace large enough; fresh memory costs page faults, so it is kept between strips."""
+    """Make the workspace large enough; kept between strips, as fresh memory costs page faults."""
     count = 0 if strip.whole else strip.cols.numel() * block_k * unit.kv_count
     sizes = (count * keys.shape[3], count * values.shape[3])
     first, second = (
-        t if t.numel() >= size else t.new_empty(size) for t, size in zip(workspace, sizes, strict=True)
+        t if t.numel() >= size else t.new_empty(size)
+        for t, size in zip(workspace, sizes, strict=True)
     )
     return first, second
 
@@ -285,22 +239,23 @@ def _additive(
     kept_keys: Tensor | None,
     block: tuple[int, int],
 ) -> Tensor | None:
-    """Everything added to the scores of a strip, [r, kv heads or 1, group * block_q, n * block_k], or None."""
-    keep = strip.keep
+    """All that joins a strip's scores, [r, kv or 1, group * block_q, n * block_k], or None."""
+    extra = strip.extra
     r, n = strip.cols.shape
     if kept_keys is not None:
         padding = kept_keys[min(unit.batch, kept_keys.shape[0] - 1)]
-        seen = padding.index_select(0, strip.cols.reshape(-1)).view(r, 1, 1, n * block[1])
-        keep = seen.expand(r, 1, block[0], n * block[1]) if keep is None else keep & seen
-    if bias is None:
-        if keep is None:
-            return None
-        extra = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, -torch.inf)
-        return extra if unit.group_count == 1 else extra.repeat(1, 1, unit.group_count, 1)
-    values = _bias_tiles(strip, unit, q, k, bias, block)
-    if keep is not None:
-        values = values.masked_fill(~keep.unsqueeze(2), -torch.inf)
-    return values.expand(-1, -1, unit.group_count, -1, -1).flatten(2, 3)
+        unseen = ~padding.index_select(0, strip.cols.reshape(-1)).view(r, 1, 1, n * block[1])
+        if extra is None:
+            extra = torch.zeros(r, 1, block[0], n * block[1], dtype=q.dtype)
+        extra = extra.masked_fill(unseen, -torch.inf)
+    if bias is not None:
+        values = _bias_tiles(strip, unit, q, k, bias, block)
+        if extra is not None:
+            values = values + extra.unsqueeze(2)
+        return values.expand(-1, -1, unit.group_count, -1, -1).flatten(2, 3)
+    if extra is None or unit.group_count == 1:
+        return extra
+    return extra.repeat(1, 1, unit.group_count, 1)
 
 
 def _bias_tiles(
@@ -312,7 +267,7 @@ def _bias_tiles(
     if plane.shape[0] > 1:
         group = slice(unit.group_first, unit.group_first + unit.group_count)
         heads = slice(unit.kv_first, unit.kv_first + unit.kv_count)
-        plane = plane.unflatten(0, (k.shape[1], -1))[heads, group]
+        plane = plane.view(k.shape[1], -1, *plane.shape[1:])[heads, group]
     else:
         plane = plane.unsqueeze(0)
     q_pos = strip.rows[:, None] * block[0] + torch.arange(block[0])
@@ -323,7 +278,7 @@ def _bias_tiles(
     return picked.to(dtype).permute(2, 0, 1, 3, 4)
 
 
-# -- dense attention over gathered tiles -------------------------------------------------------------
+# -- dense attention over gathered tiles ----------------------------------------------------------
 
 
 def fused_attention(
@@ -356,10 +311,11 @@ def fused_attention(
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Same as ``fused_attention`` with softcap * tanh(score / softcap), in separate steps and fp32 or fp64.
+    """Same as ``fused_attention`` with softcap * tanh(score / softcap), in separate steps and fp32
+    or fp64.
 
-    Half types are widened: a score rounded to 8 bits before the softmax would cost the accuracy that the
-    fused kernels have.
+    Half types are widened: a score rounded to 8 bits before the softmax would cost the accuracy
+    that the fused kernels have.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     x = (q.to(dtype) @ k.to(dtype).mT).mul_(scale / softcap).tanh_().mul_(softcap)

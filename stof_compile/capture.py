@@ -6,11 +6,8 @@ Nothing here changes the graph except ``add_buffer``, which gives it a new const
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -18,12 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
+from stof_compile.compiled_root import compiled_root, module_paths, path_of, stands_in_root
 from stof_compile.emit import fake_mode_of
 from stof_compile.node_ops import mutations, source_text
 from stof_compile.static_values import StaticValues
 
 InputKind = Literal["parameter", "buffer", "user", "symint"]
-RESUME_PREFIX = "torch_dynamo_resume_in"
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,9 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         for name, tensor in tensors.items()
         if inputs[name].kind == "buffer" and not fake and name not in subclasses
     }
-    roots = compiled_roots()
-    paths = module_paths(roots)
-    known, at_root = _root_facts(gm, roots, paths)
+    root = compiled_root()
+    paths = module_paths(root.modules)
+    known, at_root = stands_in_root(gm, root, paths)
     return CaptureFacts(
         inputs=inputs,
         fake_inputs=fake,
@@ -125,7 +122,7 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         device=_device(tensors.values()),
         module_paths=paths,
         path_known=known,
-        whole_model=at_root and not _graph_break(gm),
+        whole_model=at_root,
         static=StaticValues(gm.graph, buffers),
     )
 
@@ -158,150 +155,9 @@ def _device(tensors: Any) -> torch.device:
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
-# -- where the graph stands in the model -----------------------------------------------------------
-
-
-def compiled_roots() -> tuple[nn.Module, ...]:
-    """The module being compiled, or the modules a compiled function reaches; empty when they can't
-    be told.
-
-    Dynamo does not hand the compiled object to a backend. It is in the frame of the wrapper that
-    ``torch.compile``
-    returned, which is on the Python stack while a backend runs, also for graphs behind a graph
-    break.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and "fn" in frame.f_locals:
-            given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
-            return _modules_of(frame.f_locals["fn"]) or tuple(
-                m for m in given if isinstance(m, nn.Module)
-            )
-        frame = frame.f_back
-    return ()
-
-
-def _modules_of(fn: Any, depth: int = 0) -> tuple[nn.Module, ...]:
-    if isinstance(fn, nn.Module):
-        return (getattr(fn, "_orig_mod", fn),)
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return (getattr(owner, "_orig_mod", owner),)
-    if depth > 4:
-        return ()
-    found: list[nn.Module] = []
-    code = getattr(fn, "__code__", None)
-    for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a variable that has not been assigned yet
-            continue
-        if isinstance(content, nn.Module) or (callable(content) and depth < 4):
-            found.extend(_modules_of(content, depth + 1))
-    if isinstance(code, CodeType):
-        scope = getattr(fn, "__globals__", {})
-        found.extend(m for name in code.co_names if isinstance(m := scope.get(name), nn.Module))
-    return tuple(dict.fromkeys(found))
-
-
-def module_paths(roots: Sequence[nn.Module]) -> dict[int, tuple[str, ...]]:
-    """Path of every module below the roots by identity; modules reached twice are left out as
-    ambiguous."""
-    paths: dict[int, tuple[str, ...]] = {}
-    twice: set[int] = set()
-    for root in roots:
-        for name, module in root.named_modules(remove_duplicate=False):
-            if id(module) in paths:
-                twice.add(id(module))
-            else:
-                paths[id(module)] = tuple(name.split(".")) if name else ()
-    return {key: path for key, path in paths.items() if key not in twice}
-
-
-def split_source(source: str) -> tuple[str, tuple[str, ...]]:
-    """Split a source expression into its variable and the path of components below it.
-
-    ``L['self']._modules['layer'][0].attention`` and ``L['self'].layer.0.attention`` both give
-    ``("L['self']", ("layer", "0", "attention"))``; wrappers such as ``_orig_mod`` and ``__self__``
-    drop out.
-    """
-    match = re.match(r"[LG]\[(['\"])[^'\"]*\1\]", source)
-    base = match.group(0) if match else source.split(".")[0]
-    rest = source[len(base) :]
-    parts = [a or b for a, b in re.findall(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.?([^.\[\]()]+)", rest)]
-    wrappers = {
-        "_modules",
-        "_parameters",
-        "_buffers",
-        "_orig_mod",
-        "__self__",
-        "__wrapped__",
-        "_fn",
-    }
-    return base, tuple(part for part in parts if part not in wrappers)
-
-
-def module_stack(node: Node) -> list[tuple[int | None, str]]:
-    """Modules a node was traced in, outermost first: identity where torch records it, and source
-    expression."""
-    stack = []
-    for key, value in (node.meta.get("nn_module_stack") or {}).items():
-        digits = str(key).split("@")[0]  # "@n" counts repeated calls of one module
-        stack.append((int(digits) if digits.isdigit() else None, str(value[0])))
-    return stack
-
-
 def site_path(node: Node, facts: CaptureFacts) -> tuple[str, ...]:
     """Path of the innermost module of a node, relative to the compiled root where that is known."""
-    stack = module_stack(node)
-    if not stack:
-        return ()
-    for depth in range(len(stack) - 1, -1, -1):
-        identity, source = stack[depth]
-        if identity is not None and identity in facts.module_paths:
-            inner = split_source(stack[-1][1])[1]
-            return facts.module_paths[identity] + inner[len(split_source(source)[1]) :]
-    return split_source(stack[-1][1])[1]
-
-
-def _root_facts(
-    gm: GraphModule, roots: Sequence[nn.Module], paths: Mapping[int, tuple[str, ...]]
-) -> tuple[bool, bool]:
-    """(paths are relative to the root, the graph starts at the root)."""
-    known, at_root = True, not _is_resumed()
-    for node in gm.graph.nodes:
-        for identity, source in module_stack(node):
-            text = split_source(source)[1]
-            if identity is not None and identity in paths:
-                at_root = at_root and paths[identity] == text
-            elif identity is not None and roots:
-                known = known and _is_wrapper(text, paths)
-            elif not roots or identity is None:
-                known = known and not _is_resumed() and bool(roots)
-    return known, at_root
-
-
-def _is_wrapper(text: tuple[str, ...], paths: Mapping[int, tuple[str, ...]]) -> bool:
-    """A module that is not below the root by identity (made in forward, shared) but whose text
-    names a place there."""
-    return any(path[: len(text)] == text for path in paths.values())
-
-
-def _is_resumed() -> bool:
-    """Whether Dynamo is compiling the rest of a function behind a graph break."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
-            code = frame.f_locals.get("code")
-            if isinstance(code, CodeType):
-                return code.co_name.startswith(RESUME_PREFIX)
-        frame = frame.f_back
-    return False
-
-
-def _graph_break(gm: GraphModule) -> bool:
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return bool(getattr(reason, "graph_break", False))
+    return path_of(node, facts.module_paths)
 
 
 # -- adding a tensor -------------------------------------------------------------------------------
@@ -324,8 +180,9 @@ def add_buffer(gm: GraphModule, name: str, tensor: Tensor) -> Node:
     unique, count = name, 0
     while hasattr(gm, unique):
         if getattr(gm, unique) is tensor:
-            for existing in gm.graph.find_nodes(op="get_attr", target=unique):
-                return existing
+            readers: list[Node] = list(gm.graph.find_nodes(op="get_attr", target=unique))
+            if readers:
+                return readers[0]
         count += 1
         unique = f"{name}_{count}"
     gm.register_buffer(unique, tensor, persistent=False)

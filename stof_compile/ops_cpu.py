@@ -39,13 +39,15 @@ def attention_cpu(
     from stof_compile.kernels.attention_cpu import attention_cpu_forward
 
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    return attention_cpu_forward(
-        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, (config[0], config[1]), return_lse, kernel
-    )  # fmt: skip
+    block = (config[0], config[1])
+    out, lse = attention_cpu_forward(
+        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, block, return_lse, kernel
+    )
+    return out, lse
 
 
 @attention_cpu.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return fake_attention(q, v, rest[-2])
 
 

@@ -1,4 +1,4 @@
-"""sparse_attention and attention_kernel: eager, in torch.compile of any backend, gradients and errors."""
+"""sparse_attention and attention_kernel: eager, compiled by any backend, gradients, errors."""
 
 import threading
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import attention_kernel, masks, sparse_attention
 from stof_compile.attention.functional import current_override, default_kernel
 from stof_compile.errors import StofError, StofMaskError, StofOptionError, StofUnsupportedError
-from stof_compile.kernels.reference import attention_reference
 from stof_compile.masks import MaskSpec
 from tests.close import assert_close
 
@@ -18,14 +18,18 @@ BACKENDS = ["eager", "aot_eager", "inductor"]
 WINDOW = masks.causal() & masks.sliding_window(20)
 
 
-def operands(q_len: int = 70, k_len: int = 70, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def operands(
+    q_len: int = 70, k_len: int = 70, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, q_len, 16), (2, 2, k_len, 16), (2, 2, k_len, 16)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def reference(spec: MaskSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    block_mask = masks.build_block_mask(spec, q.shape[2], k.shape[2], 32, batch=q.shape[0], heads=q.shape[1])
+    block_mask = masks.build_block_mask(
+        spec, q.shape[2], k.shape[2], 32, batch=q.shape[0], heads=q.shape[1]
+    )
     out = attention_reference(q.double(), k.double(), v.double(), block_mask.to_dense())
     assert isinstance(out, torch.Tensor)
     return out
@@ -36,7 +40,9 @@ def reference(spec: MaskSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 def test_eager(lengths: tuple[int, int], dtype: torch.dtype) -> None:
     q, k, v = operands(*lengths, dtype)
     for spec in (WINDOW, masks.dense(), masks.causal(lower_right=True), ~masks.dense()):
-        assert_close(sparse_attention(q, k, v, spec, enable_gqa=True), reference(spec, q, k, v), dtype)
+        assert_close(
+            sparse_attention(q, k, v, spec, enable_gqa=True), reference(spec, q, k, v), dtype
+        )
 
 
 def test_forms_of_a_mask() -> None:
@@ -44,7 +50,9 @@ def test_forms_of_a_mask() -> None:
     keep = torch.rand(70, 70) < 0.3
     expected = reference(masks.from_tensor(keep), q, k, v)
     assert_close(sparse_attention(q, k, v, keep, enable_gqa=True), expected)
-    assert_close(sparse_attention(q, k, v, lambda b, h, i, j: keep[i, j], enable_gqa=True), expected)
+    assert_close(
+        sparse_attention(q, k, v, lambda b, h, i, j: keep[i, j], enable_gqa=True), expected
+    )
     assert_close(sparse_attention(q, k, v, enable_gqa=True), reference(masks.dense(), q, k, v))
 
 
@@ -52,11 +60,22 @@ def test_padding_bias_and_lse() -> None:
     q, k, v = operands()
     key_keep, bias = torch.arange(70)[None] < 50, torch.randn(4, 1, 70)
     out, lse = sparse_attention(
-        q, k, v, WINDOW, key_keep=key_keep, bias=bias, scale=0.5, softcap=4.0, enable_gqa=True, return_lse=True
+        q,
+        k,
+        v,
+        WINDOW,
+        key_keep=key_keep,
+        bias=bias,
+        scale=0.5,
+        softcap=4.0,
+        enable_gqa=True,
+        return_lse=True,
     )
     keep = masks.build_block_mask(WINDOW, 70, 70, 32).to_dense()
     wide = [t.double() for t in (q, k, v)]
-    expected, expected_lse = attention_reference(*wide, keep, key_keep, bias.double(), 0.5, 4.0, True)
+    expected, expected_lse = attention_reference(
+        *wide, keep, key_keep, bias.double(), 0.5, 4.0, True
+    )
     assert_close(out, expected)
     assert_close(lse, expected_lse)
 
@@ -69,11 +88,13 @@ def test_gradients() -> None:
     expected = F.scaled_dot_product_attention(*wide, attn_mask=keep, enable_gqa=True)
     weight = torch.randn(out.shape)
     grads = torch.autograd.grad((out * weight).sum(), leaves)
-    for got, wanted in zip(grads, torch.autograd.grad((expected * weight).sum(), wide), strict=True):
+    for got, wanted in zip(
+        grads, torch.autograd.grad((expected * weight).sum(), wide), strict=True
+    ):
         assert_close(got, wanted)
 
 
-# -- compiled ----------------------------------------------------------------------------------------
+# -- compiled ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -84,7 +105,9 @@ def test_compiled_with_rules_from_outside(backend: str, fresh_dynamo: None) -> N
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     specs = [
         masks.bigbird(5, 2, 0.1, random_block=16),
-        masks.bigbird(9, 2, 0.4, random_block=16),  # changed numbers, which Dynamo then makes symbolic
+        masks.bigbird(
+            9, 2, 0.4, random_block=16
+        ),  # changed numbers, which Dynamo then makes symbolic
         WINDOW,
         masks.document(torch.arange(70) // 30),
         masks.rule(lambda b, h, i, j: (i >= j) & (h == 1)),
@@ -99,14 +122,20 @@ def test_compiled_with_rules_from_inside(backend: str, fresh_dynamo: None) -> No
     width = 11
 
     def made_here(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return sparse_attention(q, k, v, masks.sliding_window(width) & masks.causal(), enable_gqa=True)
+        return sparse_attention(
+            q, k, v, masks.sliding_window(width) & masks.causal(), enable_gqa=True
+        )
 
     def mask_mod(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return sparse_attention(q, k, v, lambda b, h, i, j: (i >= j) & (i - j <= width), enable_gqa=True)
+        return sparse_attention(
+            q, k, v, lambda b, h, i, j: (i >= j) & (i - j <= width), enable_gqa=True
+        )
 
     expected = reference(masks.sliding_window(width) & masks.causal(), *operands())
     for function in (made_here, mask_mod):
-        assert_close(torch.compile(function, backend=backend, fullgraph=True)(*operands()), expected)
+        assert_close(
+            torch.compile(function, backend=backend, fullgraph=True)(*operands()), expected
+        )
 
 
 def test_compiled_gradients_and_lse(fresh_dynamo: None) -> None:
@@ -125,20 +154,26 @@ def test_compiled_gradients_and_lse(fresh_dynamo: None) -> None:
 def test_compiled_tensor_mask_is_sdpa(fresh_dynamo: None) -> None:
     keep = torch.rand(70, 70) < 0.3
     compiled = torch.compile(
-        lambda q, k, v: sparse_attention(q, k, v, keep, enable_gqa=True), backend="aot_eager", fullgraph=True
+        lambda q, k, v: sparse_attention(q, k, v, keep, enable_gqa=True),
+        backend="aot_eager",
+        fullgraph=True,
     )
     assert_close(compiled(*operands()), reference(masks.from_tensor(keep), *operands()))
 
 
 def test_compiled_lengths_may_change(fresh_dynamo: None) -> None:
     compiled = torch.compile(
-        lambda q, k, v: sparse_attention(q, k, v, WINDOW, enable_gqa=True), backend="aot_eager", fullgraph=True
+        lambda q, k, v: sparse_attention(q, k, v, WINDOW, enable_gqa=True),
+        backend="aot_eager",
+        fullgraph=True,
     )
     for length in (40, 57, 90):
-        assert_close(compiled(*operands(length, length)), reference(WINDOW, *operands(length, length)))
+        assert_close(
+            compiled(*operands(length, length)), reference(WINDOW, *operands(length, length))
+        )
 
 
-# -- choosing and refusing ---------------------------------------------------------------------------
+# -- choosing and refusing ---------------------------------------------------------------------
 
 
 def test_attention_kernel_nests_and_is_local_to_a_thread() -> None:
@@ -157,7 +192,9 @@ def test_attention_kernel_nests_and_is_local_to_a_thread() -> None:
 @pytest.mark.parametrize("kernel", ["gather", "sdpa"])
 def test_forced_kernel(kernel: str) -> None:
     with attention_kernel(kernel):
-        assert_close(sparse_attention(*operands(), WINDOW, enable_gqa=True), reference(WINDOW, *operands()))
+        assert_close(
+            sparse_attention(*operands(), WINDOW, enable_gqa=True), reference(WINDOW, *operands())
+        )
 
 
 def test_default_kernel() -> None:
@@ -170,9 +207,15 @@ def test_default_kernel() -> None:
 
 def test_forced_kernel_is_refused_with_a_reason() -> None:
     q, k, v = operands()
-    with pytest.raises(StofOptionError, match="valid: row, block, gather, flex, sdpa"), attention_kernel("fast"):
+    with (
+        pytest.raises(StofOptionError, match="valid: row, block, gather, flex, sdpa"),
+        attention_kernel("fast"),
+    ):
         pass
-    with attention_kernel("block"), pytest.raises(StofUnsupportedError, match="valid there: gather"):
+    with (
+        attention_kernel("block"),
+        pytest.raises(StofUnsupportedError, match="valid there: gather"),
+    ):
         sparse_attention(q, k, v, WINDOW, enable_gqa=True)
     with attention_kernel("sdpa"), pytest.raises(StofUnsupportedError, match="softcap"):
         sparse_attention(q, k, v, WINDOW, softcap=1.0, enable_gqa=True)
@@ -183,7 +226,11 @@ def test_forced_kernel_is_refused_with_a_reason() -> None:
 WRONG: dict[str, tuple[type[Exception], str, Callable[..., object]]] = {
     "three dimensions": (StofError, "4 dimensions", lambda q, k, v: sparse_attention(q[0], k, v)),
     "gqa not asked for": (StofError, "enable_gqa=True", lambda q, k, v: sparse_attention(q, k, v)),
-    "heads": (StofError, "multiple", lambda q, k, v: sparse_attention(q[:, :3], k, v, enable_gqa=True)),
+    "heads": (
+        StofError,
+        "multiple",
+        lambda q, k, v: sparse_attention(q[:, :3], k, v, enable_gqa=True),
+    ),
     "dtype": (StofError, "one float dtype", lambda q, k, v: sparse_attention(q, k.double(), v)),
     "lengths": (StofError, "must agree", lambda q, k, v: sparse_attention(q, k, v[:, :, 1:])),
     "padding": (
@@ -196,7 +243,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., object]]] = {
         "bias is a float",
         lambda q, k, v: sparse_attention(q, k, v, bias=torch.ones(3, 70), enable_gqa=True),
     ),
-    "no mask": (StofMaskError, "mask is a rule", lambda q, k, v: sparse_attention(q, k, v, 7, enable_gqa=True)),
+    "no mask": (
+        StofMaskError,
+        "mask is a rule",
+        lambda q, k, v: sparse_attention(q, k, v, 7, enable_gqa=True),
+    ),
     "mask of other lengths": (
         StofMaskError,
         "give a rule",

@@ -23,8 +23,10 @@ def agree(
 ) -> AttentionPlan:
     """Return one choice on all ranks of the default process group.
 
-    The first rank that asks for a key decides it (in data parallel training the ranks ask at the same time; in
-    pipeline parallel training rank 0 may never see the problem at all). The others read the answer from the group's
+    The first rank that asks for a key decides it (in data parallel training the ranks ask at the
+    same time; in
+    pipeline parallel training rank 0 may never see the problem at all). The others read the answer
+    from the group's
     key-value store, so no collective is involved and none can time out.
 
     Args:

@@ -1,4 +1,5 @@
-"""Calls of attention kernels: one plain function per kernel, used for timing (tensors) and rewriting (fx proxies)."""
+"""Calls of attention kernels: one plain function per kernel, used for timing (tensors) and
+rewriting (fx proxies)."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ class KernelCall:
     """A kernel bound to a problem.
 
     Args:
-        buffers: tensors the call reads beside its inputs, by a name that is equal for equal contents.
-        run: ``run(q, k, v, key_keep, bias, buffers) -> out [B, Hq, Q, Dv]``; accepts tensors or ``torch.fx.Proxy``.
+        buffers: tensors the call reads beside its inputs, by a name that is equal for equal
+            contents.
+        run: ``run(q, k, v, key_keep, bias, buffers) -> out [B, Hq, Q, Dv]``; accepts tensors or
+            ``torch.fx.Proxy``.
     """
 
     buffers: dict[str, torch.Tensor]

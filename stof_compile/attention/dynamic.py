@@ -1,4 +1,5 @@
-"""Attention with symbolic lengths: the op carries the mask rule and keeps block masks per length."""
+"""Attention with symbolic lengths: the op carries the mask rule and keeps block masks per
+length."""
 
 from __future__ import annotations
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import Tensor
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
+from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofError, StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 
@@ -35,9 +33,9 @@ MaskLike = MaskSpec | Tensor | Callable[..., Any] | None
 def attention_kernel(kernel: str) -> Iterator[None]:
     """Force one kernel for attention that starts inside the context.
 
-    Holds for `sparse_attention` called eagerly and for functions compiled with ``backend="stof"``, which read
-    it at every call and keep one compiled variant per kernel. Nesting restores the outer choice; threads
-    and tasks have their own.
+    Holds for `sparse_attention` called eagerly and for functions compiled with ``backend="stof"``,
+    which read it at every call and keep one compiled variant per kernel. Nesting restores the outer
+    choice; threads and tasks have their own.
 
     Args:
         kernel: "row", "block" (CUDA), "gather", "flex" (CPU) or "sdpa" (both).
@@ -46,7 +44,9 @@ def attention_kernel(kernel: str) -> Iterator[None]:
         StofOptionError: no kernel has this name.
     """
     if kernel not in KERNELS:
-        raise StofOptionError(f"no attention kernel is called {kernel!r}; valid: {', '.join(KERNELS)}")
+        raise StofOptionError(
+            f"no attention kernel is called {kernel!r}; valid: {', '.join(KERNELS)}"
+        )
     token = _OVERRIDE.set(kernel)
     try:
         yield
@@ -72,23 +72,25 @@ def sparse_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute ``softmax(cap(scale * q k^T) + bias, over the kept keys) v``, differentiable in q, k, v and bias.
+    """Attend to the keys a mask keeps: softmax(cap(scale * q k^T) + bias) v, differentiable.
 
-    Works eagerly and inside ``torch.compile`` of any backend without a graph break; ``backend="stof"`` treats
-    the call as an attention site. Eagerly the kernel is chosen by the part of the mask's tiles that are
-    touched: up to 60 % the sparse kernel of the device (CUDA: block-wise, CPU: gather), above it SDPA;
-    `attention_kernel` overrides that.
+    Works eagerly and inside ``torch.compile`` of any backend without a graph break;
+    ``backend="stof"`` treats the call as an attention site. Eagerly the kernel is chosen by the
+    part of the mask's tiles that are touched: up to 60 % the sparse kernel of the device (CUDA:
+    block-wise, CPU: gather), above it SDPA; `attention_kernel` overrides that.
 
     Args:
         q: [batch, heads, q_len, head_dim], any strides.
-        k: [batch, kv_heads, k_len, head_dim]; kv_heads is heads, or with ``enable_gqa`` a divisor of it.
+        k: [batch, kv_heads, k_len, head_dim]; kv_heads is heads, or a divisor of it with
+            ``enable_gqa``.
         v: [batch, kv_heads, k_len, value_dim].
-        mask: a rule of `stof_compile.masks`, a mask_mod(b, h, q_idx, kv_idx), a bool tensor broadcastable to
-            [batch, heads, q_len, k_len] with True = attend, a FlexAttention BlockMask, or None. Query and
-            key positions count from 0, as in FlexAttention, also where q_len != k_len;
-            ``causal(lower_right=True)`` aligns the ends instead.
+        mask: a rule of `stof_compile.masks`, a mask_mod(b, h, q_idx, kv_idx), a bool tensor
+            [q_len, k_len] to [batch, heads, q_len, k_len] with True = attend, a FlexAttention
+            BlockMask, or None. Positions of queries and keys count from 0, as in FlexAttention,
+            also where q_len != k_len; ``causal(lower_right=True)`` aligns the ends instead.
         key_keep: bool [batch or 1, k_len], True where a key is real and not padding.
-        bias: float, broadcastable to [batch, heads, q_len, k_len], added to the scores; -inf masks exactly.
+        bias: float, broadcastable to [batch, heads, q_len, k_len], added to the scores; -inf masks
+            exactly.
         scale: factor of the dot products; None = head_dim ** -0.5.
         softcap: c > 0 replaces a scaled score x by c * tanh(x / c).
         enable_gqa: allow fewer key/value heads than query heads.
@@ -101,7 +103,8 @@ def sparse_attention(
     Raises:
         StofError: q, k, v, key_keep or bias do not fit together.
         StofMaskError: the mask is no mask, or was made for other lengths, batch or heads.
-        StofUnsupportedError: the forced kernel does not exist on this device or cannot do what is asked.
+        StofUnsupportedError: the forced kernel does not exist on this device or cannot do what is
+            asked.
     """
     _check(q, k, v, key_keep, bias, enable_gqa)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -110,8 +113,9 @@ def sparse_attention(
         if dense_only and (mask is None or isinstance(mask, Tensor)):
             return _sdpa(q, k, v, mask, key_keep, bias, factor)
         tensors: list[Tensor] = []
-        text = _trace_rule(masks.dense() if mask is None else mask, tensors)
-        # a compiled graph never waits for FlexAttention to compile: on the CPU it takes the gather kernel
+        text = trace_rule(masks.dense() if mask is None else mask, tensors)
+        # a compiled graph never waits for FlexAttention to compile: on the CPU it takes the gather
+        # kernel
         kernel = "gather" if q.device.type == "cpu" else "auto"
         out, lse = torch.ops.stof.attention_rule(
             q, k, v, tensors, text, key_keep, bias, None, factor, softcap, 0, kernel, return_lse
@@ -125,11 +129,16 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
-# -- eager -------------------------------------------------------------------------------------------
+# -- eager ----------------------------------------------------------------------------------------
 
 
 def default_kernel(
-    device_type: str, tile_density: float, q_len: int, *, softcap: float = 0.0, return_lse: bool = False
+    device_type: str,
+    tile_density: float,
+    q_len: int,
+    *,
+    softcap: float = 0.0,
+    return_lse: bool = False,
 ) -> str:
     """Return the kernel taken when nothing was measured: see `sparse_attention`.
 
@@ -161,24 +170,33 @@ def _attend(
     device = q.device.type
     valid = KERNELS_OF.get(device)
     if valid is None:
-        raise StofUnsupportedError(f"sparse_attention has no kernel for device {device!r}; valid: cpu, cuda")
+        raise StofUnsupportedError(
+            f"sparse_attention has no kernel for device {device!r}; valid: cpu, cuda"
+        )
     if forced is not None and forced not in valid:
         raise StofUnsupportedError(
-            f"attention_kernel({forced!r}) does not exist on {device}; valid there: {', '.join(valid)}"
+            f"attention_kernel({forced!r}) does not exist on {device}; "
+            f"valid there: {', '.join(valid)}"
         )
     if forced == "sdpa" and softcap > 0:
-        raise StofUnsupportedError("attention_kernel('sdpa'): SDPA has no softcap; take another kernel")
+        raise StofUnsupportedError(
+            "attention_kernel('sdpa'): SDPA has no softcap; take another kernel"
+        )
     if forced == "flex":
         _refuse_flex(q, k, v, bias, return_lse)
     tile = _tile(q, v, forced)
     block_mask = _block_mask(spec, q, k, tile)
     kernel = forced
     if kernel is None:
-        touched = block_mask.col_idx.numel() / max(1, block_mask.planes * block_mask.rows * block_mask.cols)
+        touched = block_mask.col_idx.numel() / max(
+            1, block_mask.planes * block_mask.rows * block_mask.cols
+        )
         kernel = default_kernel(device, touched, q.shape[2], softcap=softcap, return_lse=return_lse)
     if kernel == "sdpa" and device == "cuda":
         if return_lse:
-            raise StofUnsupportedError("attention_kernel('sdpa'): SDPA returns no log-sum-exp on CUDA")
+            raise StofUnsupportedError(
+                "attention_kernel('sdpa'): SDPA returns no log-sum-exp on CUDA"
+            )
         return _sdpa(q, k, v, block_mask.to_dense(), key_keep, bias, scale), q.new_empty(0)
     if kernel == "row":
         config = _triton_config("row", q, v)
@@ -187,10 +205,22 @@ def _attend(
         config = _triton_config("block", q, v) if device == "cuda" else list(tile)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     names = {"row": torch.ops.stof.attention_row, "block": torch.ops.stof.attention_block}
-    operator_ = names.get(kernel, torch.ops.stof.attention_cpu)
+    attend = names.get(kernel, torch.ops.stof.attention_cpu)
     chosen = [kernel] if device == "cpu" else []
-    out, lse = operator_(
-        q, k, v, *block_mask.tensors, key_keep, bias, scale, softcap, 0, band, config, return_lse, *chosen
+    out, lse = attend(
+        q,
+        k,
+        v,
+        *block_mask.tensors,
+        key_keep,
+        bias,
+        scale,
+        softcap,
+        0,
+        band,
+        config,
+        return_lse,
+        *chosen,
     )
     return out, lse
 
@@ -220,7 +250,8 @@ def _triton_config(kernel: str, q: Tensor, v: Tensor) -> list[int]:
     found = module.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
     if not found:
         raise StofUnsupportedError(
-            f"no {kernel} kernel fits head dims {q.shape[3]} and {v.shape[3]} in {q.dtype} on this GPU"
+            f"no {kernel} kernel fits head dims {q.shape[3]} and {v.shape[3]} "
+            f"in {q.dtype} on this GPU"
         )
     return list(found[0])
 
@@ -229,7 +260,14 @@ def _refuse_flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, return_ls
     from stof_compile.kernels.attention_cpu_flex import flex_refusal
 
     reason = flex_refusal(
-        q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], (32, 32), bias is not None, return_lse
+        q.dtype,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        (32, 32),
+        bias is not None,
+        return_lse,
     )
     if reason is not None:
         raise StofUnsupportedError(f"attention_kernel('flex'): {reason}; take 'gather'")
@@ -255,81 +293,41 @@ def _sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
-# -- traced by Dynamo --------------------------------------------------------------------------------
-
-
-def _trace_rule(mask: MaskSpec | Tensor | Callable[..., Any], tensors: list[Tensor]) -> str:
-    """Return the JSON of a mask as a constant of the trace; its tensors are appended to ``tensors``.
-
-    Written so that Dynamo can follow it for rules made outside and for rules made in the compiled function:
-    it walks the dataclass fields, and only the JSON text of the finished tree is a constant.
-    """
-    if isinstance(mask, MaskSpec):
-        return _json_of(_node(mask, tensors))
-    if isinstance(mask, Tensor):
-        return _json_of(_node(masks.from_tensor(mask), tensors))
-    text, captured = _captured_rule(mask)
-    tensors.extend(captured)
-    return text
-
-
-def _node(value: Any, tensors: list[Tensor]) -> Any:
-    """Same tree as `MaskSpec.to_json` writes, in plain containers of constants."""
-    if isinstance(value, MaskSpec):
-        # the decorator of every rule: dataclasses.fields is typed for instances of known dataclasses only
-        fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(value)  # type: ignore[arg-type]
-        node = {field.name: _node(getattr(value, field.name), tensors) for field in fields}
-        node["rule"] = value.rule
-        return node
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if isinstance(value, tuple):
-        return [_node(one, tensors) for one in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        # Dynamo makes a number symbolic once it changed; the text needs its value
-        return operator.index(value)
-    if isinstance(value, float):
-        above, below = value.as_integer_ratio()
-        return above / below
-    return value
-
-
-@torch._dynamo.assume_constant_result
-def _json_of(node: Any) -> str:
-    return json.dumps(node, sort_keys=True, separators=(",", ":"))
-
-
-@torch._dynamo.assume_constant_result
-def _captured_rule(mask: Any) -> tuple[str, list[Tensor]]:
-    """Rule of a mask_mod or a FlexAttention BlockMask: traced once, when Dynamo meets it."""
-    spec = as_mask_spec(mask)
-    return spec.to_json(), list(spec.tensors())
-
-
-# -- checks ------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, key_keep: Tensor | None, bias: Tensor | None, enable_gqa: bool
 ) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise StofError(f"sparse_attention: q, k and v have 4 dimensions [batch, heads, length, dim]; got {q.dim()}, {k.dim()}, {v.dim()}")
+        raise StofError(
+            "sparse_attention: q, k and v have 4 dimensions [batch, heads, length, dim]; "
+            f"got {q.dim()}, {k.dim()}, {v.dim()}"
+        )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise StofError(
-            "sparse_attention: q [B,H,Q,D], k [B,G,K,D] and v [B,G,K,E] must agree in B, G, K and D; "
+            "sparse_attention: q [B,H,Q,D], k [B,G,K,D] and v [B,G,K,E] must agree; "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
-        raise StofError(f"sparse_attention: q, k and v share one float dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise StofError(
+            f"sparse_attention: q, k and v share one float dtype; "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if q.device != k.device or q.device != v.device:
-        raise StofError(f"sparse_attention: q, k and v are on one device; got {q.device}, {k.device}, {v.device}")
+        raise StofError(
+            f"sparse_attention: q, k and v are on one device; "
+            f"got {q.device}, {k.device}, {v.device}"
+        )
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise StofError(
-            f"sparse_attention: q has {q.shape[1]} heads and k has {k.shape[1]}; pass enable_gqa=True to share key heads"
+            f"sparse_attention: q has {q.shape[1]} heads and k has {k.shape[1]}; "
+            "pass enable_gqa=True to share them"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise StofError(f"sparse_attention: q's {q.shape[1]} heads are no multiple of k's {k.shape[1]}")
+        raise StofError(
+            f"sparse_attention: q's {q.shape[1]} heads are no multiple of k's {k.shape[1]}"
+        )
     if key_keep is not None and (
         key_keep.dtype != torch.bool
         or key_keep.dim() != 2
@@ -337,14 +335,17 @@ def _check(
         or key_keep.shape[1] != k.shape[2]
     ):
         raise StofError(
-            f"sparse_attention: key_keep is bool [1 or {q.shape[0]}, {k.shape[2]}]; got {key_keep.dtype} {list(key_keep.shape)}"
+            f"sparse_attention: key_keep is bool [1 or {q.shape[0]}, {k.shape[2]}]; "
+            f"got {key_keep.dtype} {list(key_keep.shape)}"
         )
     if bias is not None:
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         fits = bias.dim() <= 4 and all(
-            size in (1, wanted) for size, wanted in zip(reversed(bias.shape), reversed(full), strict=False)
+            size in (1, wanted)
+            for size, wanted in zip(reversed(bias.shape), reversed(full), strict=False)
         )
         if not bias.is_floating_point() or not fits:
             raise StofError(
-                f"sparse_attention: bias is a float tensor broadcastable to {list(full)}; got {bias.dtype} {list(bias.shape)}"
+                f"sparse_attention: bias is a float tensor broadcastable to {list(full)}; "
+                f"got {bias.dtype} {list(bias.shape)}"
             )

@@ -1,4 +1,5 @@
-"""Lowering of attention: every site of a graph gets its mask, its kernel and its place in the rewritten graph."""
+"""Lowering of attention: every site of a graph gets its mask, its kernel and its place in the
+rewritten graph."""
 
 from __future__ import annotations
 
@@ -36,13 +37,16 @@ class SiteReport:
     """What became of one attention site.
 
     Args:
-        status: ``rewritten`` (a STOF call took its place) | ``kept`` (left as it was) | ``masked`` (left, with the
+        status: ``rewritten`` (a STOF call took its place) | ``kept`` (left as it was) | ``masked``
+            (left, with the
             option's mask and-ed into it).
         reason: why, in one sentence.
         kernel: what runs there now.
-        option_mask, static_mask: the option's mask for this site and all static masks joined, as text.
+        option_mask, static_mask: the option's mask for this site and all static masks joined, as
+            text.
         shape: sizes and dtype, for people.
-        statistics: of the block mask. choice: the decision with its candidates; key: of its problem.
+        statistics: of the block mask. choice: the decision with its candidates; key: of its
+            problem.
     """
 
     name: str
@@ -213,7 +217,8 @@ def static_spec(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) 
         return (option if own is None else own & option), 0
     if own is None:
         return option, offset
-    # the model's mask counts rows from 0, the option's from the offset: join them as tensors, the lengths are fixed
+    # the model's mask counts rows from 0, the option's from the offset: join them as tensors, the
+    # lengths are fixed
     device = site.q.meta["example_value"].device
     planes = masks.build_block_mask(option, q_len, k_len, 64, q_offset=offset, device=device).to_dense()
     mine = masks.build_block_mask(own.bind(q_len, k_len), q_len, k_len, 64, device=device).to_dense()
@@ -227,7 +232,8 @@ def lengths(site: AttentionSite) -> tuple[int, int]:
 
 
 def option_offset(site: AttentionSite, q_len: int, k_len: int) -> int | None:
-    """Return the position of the first query for the option's mask; None when only the run tells it.
+    """Return the position of the first query for the option's mask; None when only the run tells
+    it.
 
     Cross-attention counts queries and keys from 0 each.
 
@@ -276,7 +282,8 @@ def _keep(
 def option_keep(
     gm: GraphModule, site: AttentionSite, option: MaskSpec
 ) -> Callable[[Callable[[Node], Proxy]], Any]:
-    """Return a builder of the option's mask (and SDPA's causal flag) as ``[B|1, H|1, Q, K]`` for a site.
+    """Return a builder of the option's mask (and SDPA's causal flag) as ``[B|1, H|1, Q, K]`` for a
+    site.
 
     Raises:
         StofMaskError: the position of the queries cannot be told.

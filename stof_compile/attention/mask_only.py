@@ -1,4 +1,5 @@
-"""The option's mask put into attention that STOF does not rewrite: a fallback never changes the function."""
+"""The option's mask put into attention that STOF does not rewrite: a fallback never changes the
+function."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def mask_near_misses(gm: GraphModule, near_misses: Sequence[NearMiss], mask: obj
     """And the option's mask into attention that was recognised but cannot be rewritten.
 
     Raises:
-        StofMaskError: the mask is given by path (a near miss has no reliable one), or there is no place to put it.
+        StofMaskError: the mask is given by path (a near miss has no reliable one), or there is no
+            place to put it.
     """
     for miss in near_misses:
         if isinstance(mask, Mapping):
@@ -34,7 +36,8 @@ def mask_only(gm: GraphModule, facts: CaptureFacts, options: StofOptions) -> Non
     """And the option's mask into every attention of a graph in which no site could be matched.
 
     Raises:
-        StofMaskError: masks by path cannot be assigned without sites, or an attention has no place for the mask.
+        StofMaskError: masks by path cannot be assigned without sites, or an attention has no place
+            for the mask.
     """
     if options.mask is None:
         return
@@ -87,7 +90,8 @@ def dense_keep(
         like: node ``[B, H, ...]`` that gives device, batch and heads.
         sizes: returns query and key length as proxies.
         causal: and SDPA's upper-left causal rule as well.
-        positions: turns the row numbers ``[Q]`` into absolute positions; by default the queries end where the keys end.
+        positions: turns the row numbers ``[Q]`` into absolute positions; by default the queries
+            end where the keys end.
     """
     from stof_compile import masks
 

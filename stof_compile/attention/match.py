@@ -15,8 +15,8 @@ from stof_compile.attention.origin import (
     ENDS_WITH_KEYS,
     UNTOLD,
     QueryOffset,
-    is_cross,
     query_offset,
+    sequence_relation,
 )
 from stof_compile.attention.patterns import (
     Mismatch,
@@ -66,7 +66,8 @@ class AttentionSite:
         scale: factor on the scores, None for D ** -0.5. softcap: cap of ``cap * tanh(s / cap)``, 0
             for none.
         enable_gqa: k and v have fewer heads than q.
-        cross: keys come from another sequence. offset: position of the query rows, for an added
+        cross: keys come from another sequence; a guess from the lengths unless ``cross_known``.
+            offset: position of the query rows, for an added
             mask.
         nodes: interior nodes, in order; they die with the output. softmax: the softmax of that
             form, else None.
@@ -89,6 +90,7 @@ class AttentionSite:
     softcap: float = 0.0
     enable_gqa: bool = False
     cross: bool = False
+    cross_known: bool = True
     offset: QueryOffset = ENDS_WITH_KEYS
     nodes: tuple[Node, ...] = ()
     softmax: Node | None = None
@@ -152,10 +154,11 @@ def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool,
             return False, UNTOLD
         q, k = scores.q, scores.k
         if scores.k_transposed:
-            return is_cross(gm.graph, q, k, node), query_offset(gm.graph, q, k, node, -1)
+            offset = query_offset(gm.graph, q, k, node, -1)
+            return sequence_relation(gm.graph, q, k, node).cross, offset
     if not (isinstance(q, Node) and isinstance(k, Node)):
         return False, UNTOLD
-    return is_cross(gm.graph, q, k, node), query_offset(gm.graph, q, k, node)
+    return sequence_relation(gm.graph, q, k, node).cross, query_offset(gm.graph, q, k, node)
 
 
 Found = dict[str, Any]
@@ -235,6 +238,7 @@ def _sdpa_site(
         )
     if problem is not None:
         return problem
+    relation = sequence_relation(gm.graph, q, k_source, node)
     return {
         "form": "sdpa",
         "output": node,
@@ -247,7 +251,8 @@ def _sdpa_site(
         "is_causal": causal,
         "scale": scale,
         "enable_gqa": gqa,
-        "cross": is_cross(gm.graph, q, k_source, node),
+        "cross": relation.cross,
+        "cross_known": relation.known,
         "offset": query_offset(gm.graph, q, k_source, node),
     }
 
@@ -294,6 +299,7 @@ def _softmax_site(
     if problem is not None:
         return problem
     single = scores.terms[0] if len(scores.terms) == 1 else None
+    relation = sequence_relation(gm.graph, q, k, output)
     return {
         "form": "softmax",
         "output": output,
@@ -307,7 +313,8 @@ def _softmax_site(
         "scale": scores.scale,
         "softcap": scores.softcap,
         "enable_gqa": gqa,
-        "cross": is_cross(gm.graph, q, k, output),
+        "cross": relation.cross,
+        "cross_known": relation.known,
         "nodes": interior,
         "softmax": node,
         "offset": query_offset(gm.graph, q, k, output, -1 if scores.k_transposed else -2),

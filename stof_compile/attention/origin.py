@@ -190,23 +190,50 @@ def _position_of(start: object) -> tuple[int | None, Node | None] | None:
     return (None, start) if isinstance(start, Node) else None
 
 
-def is_cross(graph: Graph, q: Node, k: Node, reader: Node) -> bool:
-    """Whether keys and queries come from different sequences.
+@dataclass(frozen=True)
+class Relation:
+    """Whether keys come from another sequence, and whether that could be told from the graph."""
 
-    Both are followed back to their projection and on through the residual stream. Self-attention
-    shares a node there
-    (also when the keys pass through a cache), cross-attention shares none.
+    cross: bool
+    known: bool = True
+
+
+def sequence_relation(graph: Graph, q: Node, k: Node, reader: Node) -> Relation:
+    """Tell self-attention from cross-attention.
+
+    Queries and keys are followed back to their projections and on through the residual stream.
+    Self-attention shares a node there (also when the keys pass through a cache), cross-attention
+    shares none. A graph that was cut in front of the projections, as data-parallel training does,
+    does not show it: equal lengths are then taken for self-attention, and ``known`` is False.
     """
-    near = _stream(graph, q, reader, deep=False) & _stream(graph, k, reader, deep=False)
-    return not near and not (
-        _stream(graph, q, reader, deep=True) & _stream(graph, k, reader, deep=True)
-    )
+    for deep in (False, True):
+        q_stream, q_inputs = _stream(graph, q, reader, deep=deep)
+        k_stream, k_inputs = _stream(graph, k, reader, deep=deep)
+        if q_stream & k_stream:
+            return Relation(cross=False)
+    if not (q_stream and k_stream) and q_inputs & k_inputs:
+        return Relation(cross=False)
+    if q_stream and (k_stream or not _was_cut(graph)):
+        return Relation(
+            cross=True
+        )  # keys that are an input beside projected queries: a cross cache
+    q_shape, k_shape = shape_of(q), shape_of(k)
+    equal = q_shape is not None and k_shape is not None and same_size(q_shape[-2], k_shape[-2])
+    return Relation(cross=not equal, known=False)
 
 
-def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]:
-    """Activations the sequence of q or k is made of: its projection's input and, if ``deep``, what
-    adds up to it."""
+def _was_cut(graph: Graph) -> bool:
+    """Whether the graph is a piece of a captured one: its inputs carry no source of Dynamo's."""
+    return not any("grapharg" in n.meta for n in graph.nodes if n.op == "placeholder")
+
+
+def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> tuple[set[Node], set[Node]]:
+    """Activations the sequence of q or k is made of, and graph inputs reached without a projection.
+
+    The activations are the projection's input and, if ``deep``, everything that adds up to it.
+    """
     seen: set[Node] = set()
+    inputs: set[Node] = set()
     stack, crossed = [(start, False)], set()
     while stack:
         node, projected = stack.pop()
@@ -220,7 +247,7 @@ def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]
                 continue
         if node.op == "placeholder":
             if not is_module_tensor(node):
-                seen.add(node)
+                (seen if projected else inputs).add(node)
                 if not projected:
                     stack.extend((w, False) for w in key_writes(graph, node, reader))
             continue
@@ -241,7 +268,7 @@ def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> set[Node]
             for a in node.all_input_nodes
             if _is_activation(a) or operation(node) in VIEWS
         )
-    return {node for node in seen if not _is_shared_constant(node)}
+    return {node for node in seen if not _is_shared_constant(node)}, inputs
 
 
 def _new_values(node: Node) -> list[Node]:

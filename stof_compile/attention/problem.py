@@ -32,7 +32,8 @@ class TensorMeta:
         )
 
     def random(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-        """Return normal values (bool: True) in this layout; broadcast dims (stride 0) share storage."""
+        """Return normal values (bool: True) in this layout; broadcast dims (stride 0) share
+        storage."""
         if self.dtype == torch.bool:
             return torch.ones(self.shape, dtype=torch.bool, device=device)
         extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True) if n > 0)
@@ -96,13 +97,15 @@ class AttentionProblem:
 
     @property
     def causal_only(self) -> bool:
-        """True when the mask is exactly SDPA's ``is_causal`` (upper left) and nothing else restricts the keys."""
+        """True when the mask is exactly SDPA's ``is_causal`` (upper left) and nothing else
+        restricts the keys."""
         from stof_compile import masks
 
         return self.spec is not None and self.q_offset == 0 and self.spec.key == masks.causal().key
 
     def block_mask(self, block: tuple[int, int]) -> BlockMask:
-        """Return the static mask on a tile grid (a dense one when there is no mask), shared by equal sites."""
+        """Return the static mask on a tile grid (a dense one when there is no mask), shared by
+        equal sites."""
         from stof_compile import masks
 
         return cached_block_mask(

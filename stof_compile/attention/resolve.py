@@ -1,8 +1,11 @@
 """Which mask of ``options["mask"]`` applies to which attention site.
 
-A single mask goes to every self-attention. A dictionary maps module paths to masks; its keys are compared with whole
-path components (``layer.1`` never takes ``layer.10``), ``*`` stands for anything inside one component, and a key
-matches a site when it is a prefix of the site's path. Of several matching keys the longest wins, then the one with
+A single mask goes to every self-attention. A dictionary maps module paths to masks; its keys are
+compared with whole
+path components (``layer.1`` never takes ``layer.10``), ``*`` stands for anything inside one
+component, and a key
+matches a site when it is a prefix of the site's path. Of several matching keys the longest wins,
+then the one with
 fewer wildcards. Cross-attention keeps its own mask unless a key matches cross-attention only.
 """
 
@@ -38,7 +41,8 @@ class ResolvedMasks:
 
 
 def path_matches(key: str, path: Sequence[str]) -> bool:
-    """Tell whether ``key`` (dotted, ``*`` inside a component) is a prefix of ``path``, whole components only."""
+    """Tell whether ``key`` (dotted, ``*`` inside a component) is a prefix of ``path``, whole
+    components only."""
     parts = key.split(".")
     return len(parts) <= len(path) and all(fnmatchcase(c, p) for c, p in zip(path, parts, strict=False))
 
@@ -52,7 +56,8 @@ def resolve_masks(mask: object, sites: Sequence[AttentionSite], *, path_known: b
         path_known: site paths are relative to the compiled root module.
         whole_model: the model is one graph, so a key that matches no site is a mistake.
     Raises:
-        StofMaskError: a path matches nothing in a one-graph model, or paths cannot be told in this graph.
+        StofMaskError: a path matches nothing in a one-graph model, or paths cannot be told in this
+            graph.
     """
     if mask is None:
         return ResolvedMasks({})

@@ -1,6 +1,7 @@
 """Replacing matched attention by kernel calls, and and-ing a mask into attention that is kept.
 
-Both write through ``torch.fx.Proxy``, so the function that is timed is the function that enters the graph.
+Both write through ``torch.fx.Proxy``, so the function that is timed is the function that enters
+the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"
 def replace_site(
     gm: GraphModule, site: AttentionSite, call: KernelCall, key_keep: Node | None, bias: Node | None
 ) -> None:
-    """Replace a site's output by a kernel call; its interior nodes die when nothing else uses them."""
+    """Replace a site's output by a kernel call; its interior nodes die when nothing else uses
+    them."""
 
     def build(proxy: Callable[[Node], Proxy]) -> Proxy:
         q, k, v = proxy(site.q), proxy(site.k), proxy(site.v)
@@ -45,7 +47,8 @@ def and_mask_into_sdpa(gm: GraphModule, node: Node, keep: Callable[[Callable[[No
 
     Args:
         gm, node: the graph and its ``scaled_dot_product_attention`` call.
-        keep: builds the bool mask ``[B|1, H|1, Q, K]`` (True = attend) in front of the call; it must contain the
+        keep: builds the bool mask ``[B|1, H|1, Q, K]`` (True = attend) in front of the call; it
+            must contain the
             causal rule when the call has ``is_causal`` (SDPA takes a mask or the flag, not both).
     """
     arguments = dict(zip(SDPA_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
@@ -103,7 +106,8 @@ def _as_proxy(value: Any, proxy: Callable[[Node], Proxy]) -> Any:
 
 
 def replace_output(gm: GraphModule, old: Node, build: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
-    """Replace a node by what ``build`` writes in front of it; ``build`` gets a function from nodes to proxies."""
+    """Replace a node by what ``build`` writes in front of it; ``build`` gets a function from nodes
+    to proxies."""
     tracer = GraphAppendingTracer(gm.graph)
     (new,) = emit(gm.graph, old, old, lambda: build(lambda node: Proxy(node, tracer)))
     old.replace_all_uses_with(new)
@@ -129,7 +133,8 @@ def erase_dead(gm: GraphModule, start: Node) -> int:
 
 
 def _has_effect(node: Node) -> bool:
-    """In-place methods and functions end with one underscore; torch marks other impure nodes itself."""
+    """In-place methods and functions end with one underscore; torch marks other impure nodes
+    itself."""
     if node.op == "call_method":
         name = str(node.target)
     else:

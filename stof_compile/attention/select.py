@@ -1,8 +1,11 @@
 """Selection: which kernel runs an attention problem, and why.
 
-``auto`` measures the plausible kernels once per (mask statistics, shape, dtype, device) on random tensors of the
-problem's layout and keeps the result in the store; SDPA is always among them, so a sparse kernel is only taken where
-it wins. ``paper`` follows Equation 1 of the STOF paper. A budget of 0 asks the committed decision table.
+``auto`` measures the plausible kernels once per (mask statistics, shape, dtype, device) on random
+tensors of the
+problem's layout and keeps the result in the store; SDPA is always among them, so a sparse kernel
+is only taken where
+it wins. ``paper`` follows Equation 1 of the STOF paper. A budget of 0 asks the committed decision
+table.
 """
 
 from __future__ import annotations
@@ -55,8 +58,10 @@ class Budget:
 def paper_choice(spec: MaskSpec, q_len: int, k_len: int, q_offset: int = 0) -> tuple[str, float]:
     """Choose ``row`` or ``block`` by Equation 1 of the STOF paper.
 
-    ``threshold = tiles / (n_q n_k) - tau / log2(sqrt(n_q n_k))^2`` with the non-empty 16x16 tiles of the mask and
-    ``n = ceil(len / 16)``; row-wise below zero. One tile per side is row-wise (the logarithm is zero).
+    ``threshold = tiles / (n_q n_k) - tau / log2(sqrt(n_q n_k))^2`` with the non-empty 16x16 tiles
+    of the mask and
+    ``n = ceil(len / 16)``; row-wise below zero. One tile per side is row-wise (the logarithm is
+    zero).
 
     Returns:
         The kernel and the threshold (``-inf`` for one tile per side).
@@ -154,13 +159,15 @@ def _first_config(problem: AttentionProblem, kernel: str) -> tuple[int, ...]:
 def _choose_by_measuring(
     problem: AttentionProblem, options: StofOptions, store: Store | None, budget: Budget
 ) -> AttentionPlan:
-    """Measure the plausible candidates; fall back to the decision table when the budget is spent."""
+    """Measure the plausible candidates; fall back to the decision table when the budget is
+    spent."""
     table_kernel, table_config, table_reason = decide(problem)
     candidates = [("sdpa", ())] if problem.softcap <= 0 else []
     for kernel in KERNELS[problem.device.type]:
         if kernel != "sdpa":
             candidates += [(kernel, config) for config in plausible_configs(problem, kernel)]
-    # the table's choice first: what is measured before the budget ends must contain the likely winner
+    # the table's choice first: what is measured before the budget ends must contain the likely
+    # winner
     candidates.sort(key=lambda c: (c != (table_kernel, table_config), c[0] != "sdpa"))
     generator = torch.Generator(device=problem.device).manual_seed(options.seed)
     results: list[Candidate] = []
@@ -186,7 +193,8 @@ def _choose_by_measuring(
 
 
 def _measure(problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator) -> Candidate:
-    """Time one candidate on random tensors after it passed the correctness gate; a failure is a recorded trial."""
+    """Time one candidate on random tensors after it passed the correctness gate; a failure is a
+    recorded trial."""
     try:
         call = bind_kernel(problem, kernel, config)
         sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
@@ -236,7 +244,8 @@ def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
 
 
 def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) -> float | None:
-    """Return the largest relative error on sampled rows of a few planes, None when it is out of tolerance.
+    """Return the largest relative error on sampled rows of a few planes, None when it is out of
+    tolerance.
 
     Rows are sampled so that the check costs O(rows x K) at any length.
     """

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-
-from stof_compile import masks
 from stof_compile.kernels import limits
 from stof_compile.kernels.problem import (
     TileMask,
@@ -13,6 +11,8 @@ from stof_compile.kernels.problem import (
     check_problem,
     score_constants,
 )
+
+from stof_compile import masks
 
 Q = torch.randn(2, 4, 40, 16)
 K = torch.randn(2, 2, 50, 16)

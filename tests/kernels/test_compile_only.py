@@ -6,8 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from compiling import GFX942, compile_kernel, needs
-
-from stof_compile.kernels import attention_blockwise, attention_rowwise, limits
+from stof_compile.kernels import attention_blockwise, attention_rowwise, blockwise_kernel, limits
 from stof_compile.kernels.attention_blockwise import BlockConfig
 from stof_compile.kernels.problem import band_flags, next_power_of_two, score_constants
 
@@ -48,7 +47,7 @@ def compile_block(target, head_dim, dtype, config, **changes):
     values = constants(head_dim, config.block_q, config.block_k, **changes)
     values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
     compiled = compile_kernel(
-        attention_blockwise._attention_block_kernel, target, NAMES[dtype], values,
+        blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
         config.num_warps, config.num_stages,
     )  # fmt: skip
     return compiled, needs(compiled, target)
@@ -129,7 +128,7 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     if kernel == "block":
-        function = attention_blockwise._attention_block_kernel
+        function = blockwise_kernel.attention_block_kernel
         values = constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True) | {
             "EVEN_Q": False, "EVEN_K": False, "HEAVY_FIRST": True, "LOOPS": 4, "PREFETCH": True,
         }  # fmt: skip

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from close import assert_close
+from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
-from stof_compile.kernels.reference import attention_reference
 
 pytestmark = pytest.mark.interpreter
 

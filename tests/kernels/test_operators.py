@@ -3,11 +3,11 @@
 import pytest
 import torch
 from close import assert_close
+from stof_compile.kernels.reference import attention_reference
 
 import stof_compile.ops  # noqa: F401
 from stof_compile import masks
 from stof_compile.errors import StofMaskError
-from stof_compile.kernels.reference import attention_reference
 
 RULE = masks.longformer(9, 5) & masks.causal()
 Q_LEN, K_LEN, OFFSET, SCALE = 40, 70, 30, 0.25

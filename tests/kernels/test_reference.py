@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from stof_compile.kernels import reference
 
 from stof_compile import masks
-from stof_compile.kernels import reference
 
 LENGTHS = [(33, 33), (1, 57), (40, 21)]
 

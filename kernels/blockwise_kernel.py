@@ -1,0 +1,246 @@
+"""Device code of block-wise attention; ``attention_blockwise.py`` says what it computes.
+
+The program walks the kept tiles of its row with an online softmax (fp32, base 2). What the mask
+does not have is absent from the compiled kernel: part tiles, full tiles, padding, bias, softcap,
+ragged edges, separate planes and each piece of a band.
+
+Rows without keys need no guard when there is no bias: scores are finite, masked ones are -inf and
+the running maximum starts at a finite value, so exp2(-inf - maximum) is exactly 0 and the row ends
+with a sum of 0, for which 0 and a log-sum-exp of -inf are stored.
+"""
+
+import triton
+import triton.language as tl
+
+from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
+from .softmax import attention_scores, finish_softmax, softmax_step, starting_maximum
+
+
+@triton.jit
+def _part_mask(
+    s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, LOOPS: tl.constexpr,
+    BAND: tl.constexpr, HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Set the scores of masked elements of a tile to -inf; entries from ``middle`` on are full."""
+    if BAND:
+        low = lower
+        high = upper
+        if LOOPS == 4:
+            low = tl.where(t < middle, lower, 0)
+            high = tl.where(t < middle, upper, k_len)
+        keep = band_tile(low, high, head, first_k, BLOCK_N, HAS_LO, HAS_UPPER, HAS_HEAD)
+    else:
+        kept = bitmap_tile(bitmap, tl.load(bitmap_id + t), m_idx, BLOCK_M, BLOCK_N)
+        if LOOPS == 4:
+            kept = kept | (t >= middle).to(tl.int32)
+        keep = kept != 0
+    return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
+def _attend_tiles(
+    acc, total, maximum, q_tile, begin, middle, end,
+    k_head, step_k, v_head, step_v, col_idx, bitmap_id, bitmap,
+    lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
+    LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask."""
+    m_idx = tl.arange(0, BLOCK_M)
+    n_idx = tl.arange(0, BLOCK_N)
+    d_idx = tl.arange(0, BLOCK_D)
+    dv_idx = tl.arange(0, BLOCK_DV)
+    # a 32-bit offset in the tile beside a scalar 64-bit tile address: half the registers of
+    # pointers
+    k_off = n_idx[:, None] * step_k + d_idx[None, :]
+    v_off = n_idx[:, None] * step_v + dv_idx[None, :]
+    col_next = begin
+    if PREFETCH:
+        col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
+    for t in range(begin, end):
+        if PREFETCH:
+            col = col_next
+            col_next = tl.load(col_idx + t + 1, mask=t + 1 < end, other=0)
+        else:
+            col = tl.load(col_idx + t)
+        first_k = col * BLOCK_N
+        n_valid = n_idx < (k_len - first_k)
+
+        # -- scores ----
+        k_at = k_head + (col.to(tl.int64) * BLOCK_N) * step_k + k_off
+        if (EVEN_K or not MASKED) and BLOCK_D == HEAD_DIM:
+            k_tile = tl.load(k_at)
+        elif EVEN_K or not MASKED:
+            k_tile = tl.load(k_at, mask=d_idx[None, :] < HEAD_DIM, other=0.0)
+        else:
+            k_mask = n_valid[:, None] & (d_idx[None, :] < HEAD_DIM)
+            k_tile = tl.load(k_at, mask=k_mask, other=0.0)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
+        if HAS_BIAS:
+            bias_at = bias_ptrs + first_k.to(tl.int64) * stride_bn
+            bias_tile = tl.load(bias_at, mask=m_valid[:, None] & n_valid[None, :], other=0.0)
+            s += bias_tile.to(tl.float32)
+
+        # -- mask ----
+        if MASKED:
+            if LOOPS == 5:
+                if t < middle:
+                    s = _part_mask(
+                        s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
+                        BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
+                    )  # fmt: skip
+            else:
+                s = _part_mask(
+                    s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
+                    BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
+                )  # fmt: skip
+        if HAS_PADDING:
+            padding = tl.load(padding_head + first_k + n_idx, mask=n_valid, other=0)
+            s = tl.where((padding != 0)[None, :], s, float("-inf"))
+
+        # -- online softmax ----
+        p, alpha, maximum = softmax_step(s, maximum, MULT, HAS_BIAS)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+
+        # -- values ----
+        v_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v + v_off
+        if (EVEN_K or not MASKED) and BLOCK_DV == VALUE_DIM:
+            v_tile = tl.load(v_at)
+        elif EVEN_K or not MASKED:
+            v_tile = tl.load(v_at, mask=dv_idx[None, :] < VALUE_DIM, other=0.0)
+        else:
+            v_mask = n_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
+            v_tile = tl.load(v_at, mask=v_mask, other=0.0)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    return acc, total, maximum
+
+
+@triton.jit
+def attention_block_kernel(
+    q, stride_qb, stride_qh, stride_qm,
+    k, stride_kb, stride_kh, stride_kn,
+    v, stride_vb, stride_vh, stride_vn,
+    out, lse,
+    plane_map, plane_stride_b, plane_stride_h,
+    row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
+    key_keep, stride_pb,
+    bias, stride_bb, stride_bh, stride_bm, stride_bn,
+    batch_heads, heads, q_len, k_len, rows, q_offset,
+    band_lo, band_hi, global_q, global_k, band_cap,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    SINGLE_PLANE: tl.constexpr, HEADS_FAST: tl.constexpr, HEAVY_FIRST: tl.constexpr,
+    LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads."""
+    b, h, slot = split_program_id(rows, batch_heads, heads, HEADS_FAST)
+    # These loads stay in the kernel's own body: torch.compile decides from it what the kernel
+    # writes, follows a value loaded in a called function back to its tensor, and would clone that
+    # tensor.
+    base = 0
+    if not SINGLE_PLANE:
+        base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
+    row = slot
+    if HEAVY_FIRST:
+        row = tl.load(row_order + base + slot)
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    kv64 = (h // GROUP).to(tl.int64)
+    first_q = row.to(tl.int64) * BLOCK_M
+
+    # -- tiles of this row ----
+    start = tl.load(row_ptr + base + row)
+    middle = tl.load(full_start + base + row)
+    stop = tl.load(row_ptr + base + row + 1)
+
+    # -- query tile, kept for the whole row ----
+    m_idx = tl.arange(0, BLOCK_M)
+    n_idx = tl.arange(0, BLOCK_N)
+    d_idx = tl.arange(0, BLOCK_D)
+    dv_idx = tl.arange(0, BLOCK_DV)
+    q_head = q + (b64 * stride_qb + h64 * stride_qh + first_q * stride_qm) * VEC
+    q_ptrs = q_head + (m_idx[:, None] * (stride_qm * VEC) + d_idx[None, :])
+    m_valid = m_idx < (q_len - row * BLOCK_M)
+    if EVEN_Q and BLOCK_D == HEAD_DIM:
+        q_tile = tl.load(q_ptrs)
+    else:
+        q_tile = tl.load(q_ptrs, mask=m_valid[:, None] & (d_idx[None, :] < HEAD_DIM), other=0.0)
+
+    k_head = k + (b64 * stride_kb + kv64 * stride_kh) * VEC
+    v_head = v + (b64 * stride_vb + kv64 * stride_vh) * VEC
+    padding_head = key_keep + b64 * stride_pb
+    bias_head = bias + (b64 * stride_bb + h64 * stride_bh + first_q * stride_bm)
+    bias_ptrs = bias_head + (m_idx[:, None] * stride_bm + n_idx[None, :] * stride_bn)
+
+    q_pos = row * BLOCK_M + m_idx + q_offset
+    lower, upper, head = band_bounds(
+        q_pos, k_len, band_lo, band_hi, global_q, global_k, band_cap,
+        HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
+    )  # fmt: skip
+
+    maximum = starting_maximum(BLOCK_M, HAS_BIAS)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+
+    # Two loops, part tiles then full tiles; or one over both, because on short rows a second loop
+    # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with
+    # the mask neutralised on full tiles, 5 one loop with the mask under a branch.
+    if LOOPS == 1 or LOOPS == 3:
+        acc, total, maximum = _attend_tiles(
+            acc, total, maximum, q_tile, start, middle, middle,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC,
+            col_idx, bitmap_id, bitmap, lower, upper, head,
+            padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
+            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+        )  # fmt: skip
+    if LOOPS == 2 or LOOPS == 3:
+        acc, total, maximum = _attend_tiles(
+            acc, total, maximum, q_tile, middle, middle, stop,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC,
+            col_idx, bitmap_id, bitmap, lower, upper, head,
+            padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH, BAND,
+            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+        )  # fmt: skip
+    if LOOPS == 4 or LOOPS == 5:
+        acc, total, maximum = _attend_tiles(
+            acc, total, maximum, q_tile, start, middle, stop,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC,
+            col_idx, bitmap_id, bitmap, lower, upper, head,
+            padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
+            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+        )  # fmt: skip
+
+    # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----
+    inverse, log_sum = finish_softmax(maximum, total, MULT)
+    acc = acc * inverse[:, None]
+    out_row = (b64 * q_len + first_q) * heads + h64
+    out_ptrs = out + out_row * VALUE_DIM
+    out_ptrs = out_ptrs + (m_idx[:, None] * (heads * VALUE_DIM) + dv_idx[None, :])
+    result = acc.to(out.dtype.element_ty)
+    if EVEN_Q and BLOCK_DV == VALUE_DIM:
+        tl.store(out_ptrs, result)
+    else:
+        tl.store(out_ptrs, result, mask=m_valid[:, None] & (dv_idx[None, :] < VALUE_DIM))
+    if RETURN_LSE:
+        lse_row = lse + (b64 * heads + h64) * q_len + first_q
+        tl.store(lse_row + m_idx, log_sum, mask=m_valid)
