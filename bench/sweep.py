@@ -121,10 +121,11 @@ def listed_configs(cell: Cell, kernel: str, device: torch.device) -> Iterator[tu
         "dtype": cell.torch_dtype,
         "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0),
         "q_len": cell.seq,
+        "planes": cell.batch * cell.heads,
     }
     for block in (32, 64, 128):
         mask = build_block_mask(mask_spec(cell), cell.seq, cell.seq, block, device=device)
-        facts |= {"has_part": mask.has_part, "has_full": mask.has_full}
+        facts |= {"has_part": mask.has_part, "has_full": mask.has_full, "is_band": mask.is_band}
         yield from (tuple(c) for c in listing(**{k: v for k, v in facts.items() if k in wanted}))
 
 
@@ -133,6 +134,8 @@ def fits(trial: Trial, kernel: str, mask: BlockMask) -> bool:
     if trial.form == "band" and mask.band is None:
         return False
     loops = getattr(_config_type(kernel)(*trial.config), "loops", 3)
+    if loops >= 6:
+        return mask.is_band and trial.form == "band"
     return not (loops == 1 and mask.has_full) and not (loops == 2 and mask.has_part)
 
 

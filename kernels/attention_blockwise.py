@@ -38,15 +38,18 @@ KERNELS = (attention_block_kernel,)
 class BlockConfig(NamedTuple):
     """How the block-wise kernel is launched; a list of it is the operator's ``config`` argument.
 
-    ``loops`` must fit the mask: 1 promises that it has no full tile, 2 that it has no part tile; 3,
-    4 and 5 are right for any.
+    ``loops`` must fit the mask: 1 promises that it has no full tile, 2 that it has no part tile; 6
+    and 7 that the mask is its band and nothing else (``BlockMask.is_band``); 3, 4 and 5 are right
+    for any.
     """
 
     block_q: int = 64  # query rows of a tile, as in the block mask
     block_k: int = 64  # keys of a tile, as in the block mask
     num_warps: int = 4
     num_stages: int = 3  # depth of the load pipeline
-    loops: int = 3  # 1 part, 2 full, 3 part then full, 4 one loop, 5 one loop with a branch
+    # 1 part, 2 full, 3 part then full, 4 one loop, 5 one loop with a branch; 6 and 7 as 4 and 5 with
+    # the tiles computed from the band instead of read
+    loops: int = 3
     heads_fast: int = 0  # 1: neighbouring programs work on the same row of other heads
     heavy_first: int = 1  # 1: rows in row_order, 0: rows in their own order (one load less)
     prefetch: int = 0  # 1: read a column index one tile ahead
@@ -66,6 +69,9 @@ _TILES = (
     (16, 16, 2),
     (16, 16, 4),
 )
+# Where 64 rows a program leave most of the GPU idle, more and smaller programs shorten the critical path.
+_TILES_FEW_ROWS = ((64, 64, 4), (32, 64, 4), (16, 64, 2), (32, 32, 2), (64, 32, 4))
+_FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
 _MAX_TILES = 3  # tile shapes offered for one problem
@@ -79,7 +85,9 @@ def configs(
     value_dim: int | None = None,
     has_part: bool = True,
     has_full: bool = True,
+    is_band: bool = False,
     q_len: int | None = None,
+    planes: int | None = None,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
 
@@ -90,22 +98,26 @@ def configs(
         value_dim: of v, head_dim if None.
         has_part: whether the mask has tiles that are partly kept.
         has_full: whether it has tiles that are kept whole.
+        is_band: whether the mask is its band and nothing else, for every tile size offered.
         q_len: query length; tiles of more rows than that (rounded up) are not offered.
+        planes: batch times heads; with ``q_len`` it tells how many programs there are.
     """
     itemsize = dtype.itemsize
     block_d = next_power_of_two(head_dim)
     block_dv = next_power_of_two(value_dim or head_dim)
     limit = shared_memory_limit(capability)
     tf32 = int(dtype == torch.float32 and tf32_allowed())
-    tallest = 128 if q_len is None else next_power_of_two(q_len)
+    tallest = 128 if q_len is None else max(16, next_power_of_two(q_len))
+    few = q_len is not None and planes is not None and planes * -(-q_len // 64) < _FEW_PROGRAMS
+    offered = _TILES_FP32 if itemsize == 4 else _TILES_FEW_ROWS if few else _TILES
     tiles = [
         (block_q, block_k, warps)
-        for block_q, block_k, warps in (_TILES_FP32 if itemsize == 4 else _TILES)
+        for block_q, block_k, warps in offered
         if block_q <= tallest
         and fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
         and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
-    ][:_MAX_TILES]
-    loops = (4, 3, 5) if has_part and has_full else (1,) if has_part else (2,)
+    ][: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
+    loops = _loops(has_part, has_full, is_band)
     found = []
     for rank, (block_q, block_k, warps) in enumerate(tiles):
         for stages in (2, 3):
@@ -114,7 +126,16 @@ def configs(
             for loop in loops if rank == 0 else loops[:2]:
                 found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
     # heads as the fastest axis let the heavy rows of all heads start together
-    return found + [config._replace(heads_fast=1) for config in found[:2]]
+    return found + [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
+
+
+def _loops(has_part: bool, has_full: bool, is_band: bool) -> tuple[int, ...]:
+    """Loop forms worth timing on a kind of mask."""
+    if is_band:
+        return (6, 7, 3) if has_full else (6, 1)
+    if has_part and has_full:
+        return (4, 3, 5)
+    return (1,) if has_part else (2,)
 
 
 def attention_block_forward(
@@ -156,6 +177,8 @@ def attention_block_forward(
         ValueError: an argument does not fit the others.
     """
     how = BlockConfig(*config)
+    if how.loops >= 6 and not band:
+        raise ValueError(f"loops {how.loops} computes tiles from a band, and none is given")
     arrays = TileMask(*mask)
     problem = check_problem(q, k, v, arrays, key_keep, bias, how.block_q, how.block_k)
     out, lse = empty_result(q, problem.value_dim, return_lse)

@@ -6,10 +6,8 @@
     flex     FlexAttention, compiled once per form, reading the same tile lists
     sdpa     the dense mask and F.scaled_dot_product_attention: the exact fallback
 
-Measured with 2 threads on an otherwise idle machine with matrix units (AMX), window 32 + 16 global
-tokens, 1 x 12 x 2048 x 64, as multiples of the speed of SDPA with the dense mask: gather 6.3 (fp32,
-32 x 32 tiles) and 4.4 (bf16, 64 x 32 tiles). FlexAttention is no faster there and compiles for 5
-to 10 seconds per form when nothing is cached; the gather kernel compiles nothing.
+The gather kernel compiles nothing; FlexAttention compiles for seconds per form when nothing is
+cached. Which of the two runs faster depends on dtype, layout and mask: it is measured, not assumed.
 """
 
 from collections.abc import Sequence
@@ -50,7 +48,7 @@ def cpu_kernels(
     has_bias: bool = False,
     return_lse: bool = False,
 ) -> tuple[CpuKernel, ...]:
-    """List the kernels for a problem, the likely fastest first, with the reason of every refusal.
+    """List the kernels for a problem, the one without compilation first, with refusals' reasons.
 
     Args:
         dtype: of q, k and v. q_len, k_len: tokens. head_dim, value_dim: channels of q/k and of v.

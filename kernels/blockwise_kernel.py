@@ -17,6 +17,56 @@ from .softmax import attention_scores, finish_softmax, softmax_step, starting_ma
 
 
 @triton.jit
+def _band_tiles(
+    row, q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Tiles of one row of a mask that is nothing but a band, from arithmetic alone.
+
+    Returns:
+        count: tiles; leading: how many of them are columns 0, 1, ...; skip: added to the number of
+        the others; whole_from, whole_to: a tile inside [whole_from, whole_to] is kept whole, and so
+        is one that ends before ``head_to``.
+    """
+    q_first = row * BLOCK_M + q_offset
+    q_last = tl.minimum(row * BLOCK_M + BLOCK_M, q_len) - 1 + q_offset
+    from_k = q_first * 0
+    to_k = from_k + k_len
+    whole_from = from_k
+    whole_to = from_k + (k_len - 1)
+    if HAS_LO:
+        from_k = tl.maximum(q_first + band_lo, 0)
+        whole_from = q_last + band_lo
+    if HAS_HI:
+        to_k = tl.minimum(to_k, q_last + band_hi + 1)
+        whole_to = tl.minimum(whole_to, q_first + band_hi)
+    if HAS_GLOBAL_Q:
+        from_k = tl.where(q_first < global_q, 0, from_k)
+        to_k = tl.where(q_first < global_q, k_len, to_k)
+        whole_from = tl.where(q_last < global_q, 0, whole_from)
+        whole_to = tl.where(q_last < global_q, k_len - 1, whole_to)
+    if HAS_CAP:
+        to_k = tl.minimum(to_k, q_last + band_cap + 1)
+        whole_to = tl.minimum(whole_to, q_first + band_cap)
+    first = from_k // BLOCK_N
+    end = (to_k + BLOCK_N - 1) // BLOCK_N
+    end = tl.where(to_k > from_k, end, first)
+    leading = q_first * 0
+    head_to = leading
+    if HAS_GLOBAL_K:
+        head = tl.minimum(global_k, k_len)
+        head_to = leading + head
+        if HAS_CAP:
+            head = tl.minimum(head, q_last + band_cap + 1)
+            head_to = tl.minimum(head_to, q_first + band_cap + 1)
+        leading = (tl.maximum(head, 0) + BLOCK_N - 1) // BLOCK_N
+        leading = tl.where(end > first, tl.minimum(leading, first), leading)
+    return leading + end - first, leading, first - leading, whole_from, whole_to, head_to
+
+
+@triton.jit
 def _part_mask(
     s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, LOOPS: tl.constexpr,
@@ -43,6 +93,7 @@ def _attend_tiles(
     acc, total, maximum, q_tile, begin, middle, end,
     k_head, step_k, v_head, step_v, col_idx, bitmap_id, bitmap,
     lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+    leading, skip, whole_from, whole_to, head_to,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -51,7 +102,10 @@ def _attend_tiles(
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask."""
+    """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask.
+
+    From LOOPS 6 on the columns are computed (see ``_band_tiles``) and not read.
+    """
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)
     d_idx = tl.arange(0, BLOCK_D)
@@ -61,10 +115,12 @@ def _attend_tiles(
     k_off = n_idx[:, None] * step_k + d_idx[None, :]
     v_off = n_idx[:, None] * step_v + dv_idx[None, :]
     col_next = begin
-    if PREFETCH:
+    if PREFETCH and LOOPS < 6:
         col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
     for t in range(begin, end):
-        if PREFETCH:
+        if LOOPS >= 6:
+            col = t + tl.where(t < leading, 0, skip)
+        elif PREFETCH:
             col = col_next
             col_next = tl.load(col_idx + t + 1, mask=t + 1 < end, other=0)
         else:
@@ -92,6 +148,15 @@ def _attend_tiles(
         if MASKED:
             if LOOPS == 5:
                 if t < middle:
+                    s = _part_mask(
+                        s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
+                        BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
+                    )  # fmt: skip
+            elif LOOPS == 7:
+                whole = (first_k >= whole_from) & (first_k + (BLOCK_N - 1) <= whole_to)
+                if HAS_HEAD:
+                    whole = whole | (first_k + BLOCK_N <= head_to)
+                if not whole:
                     s = _part_mask(
                         s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
                         BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
@@ -156,16 +221,32 @@ def attention_block_kernel(
         base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
     row = slot
     if HEAVY_FIRST:
-        row = tl.load(row_order + base + slot)
+        if LOOPS < 6:
+            row = tl.load(row_order + base + slot)
+        elif not HAS_LO:  # rows of a causal mask grow; others are even, or heavy at the start
+            row = rows - 1 - slot
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     kv64 = (h // GROUP).to(tl.int64)
     first_q = row.to(tl.int64) * BLOCK_M
 
     # -- tiles of this row ----
-    start = tl.load(row_ptr + base + row)
-    middle = tl.load(full_start + base + row)
-    stop = tl.load(row_ptr + base + row + 1)
+    start = 0
+    middle = 0
+    leading = 0
+    skip = 0
+    whole_from = 0
+    whole_to = 0
+    head_to = 0
+    if LOOPS >= 6:
+        stop, leading, skip, whole_from, whole_to, head_to = _band_tiles(
+            row, q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
+            BLOCK_M, BLOCK_N, HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
+        )  # fmt: skip
+    else:
+        start = tl.load(row_ptr + base + row)
+        middle = tl.load(full_start + base + row)
+        stop = tl.load(row_ptr + base + row + 1)
 
     # -- query tile, kept for the whole row ----
     m_idx = tl.arange(0, BLOCK_M)
@@ -198,13 +279,15 @@ def attention_block_kernel(
 
     # Two loops, part tiles then full tiles; or one over both, because on short rows a second loop
     # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with
-    # the mask neutralised on full tiles, 5 one loop with the mask under a branch.
+    # the mask neutralised on full tiles, 5 one loop with the mask under a branch; 6 and 7 the same
+    # over tiles that are computed from the band, which saves three dependent loads per program.
     if LOOPS == 1 or LOOPS == 3:
         acc, total, maximum = _attend_tiles(
             acc, total, maximum, q_tile, start, middle, middle,
             k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+            leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
             HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
@@ -215,16 +298,18 @@ def attention_block_kernel(
             k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+            leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH, BAND,
             HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
-    if LOOPS == 4 or LOOPS == 5:
+    if LOOPS >= 4:
         acc, total, maximum = _attend_tiles(
             acc, total, maximum, q_tile, start, middle, stop,
             k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+            leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
             HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,

@@ -13,20 +13,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._logging._internal import warning_once
 from torch.fx import GraphModule
 
 import stof_compile.ops  # noqa: F401  registers the operators the rewritten graph calls
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.functional import current_override
-from stof_compile.attention.lower import LoweringContext, SiteReport, lower_attention
-from stof_compile.attention.mask_only import mask_near_misses, mask_only
-from stof_compile.attention.match import match_attention
-from stof_compile.attention.resolve import resolve_masks
+from stof_compile.attention.keep import mask_near_misses
+from stof_compile.attention.lower import LoweringContext, lower_attention
+from stof_compile.attention.match import NearMiss, match_attention
+from stof_compile.attention.resolve import ResolvedMasks, path_matches, resolve_masks
 from stof_compile.attention.select import Budget
+from stof_compile.attention.site_report import SiteReport
 from stof_compile.capture import CaptureFacts, read_capture
 from stof_compile.device import device_facts
 from stof_compile.dump import Record, SiteRecord, graph_text, write_dump
-from stof_compile.errors import StofError
+from stof_compile.errors import StofError, StofMaskError, StofUnsupportedError
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
@@ -35,11 +37,19 @@ from stof_compile.store import Store, default_root, environment_key, write_atomi
 
 logger = logging.getLogger("stof_compile")
 
-DYNAMO_ATTRIBUTES = ("_param_name_to_source", "compile_subgraph_reason", "_backend_id")  # read by AOTAutograd and by us
+DYNAMO_ATTRIBUTES = (
+    "_param_name_to_source",
+    "compile_subgraph_reason",
+    "_backend_id",
+)  # read by AOTAutograd and by us
 
 
 def stof(
-    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph captured by Dynamo; found by torch.compile under the name ``stof``.
 
@@ -62,11 +72,17 @@ def stof(
     if opts.dump_dir is not None:
         folder = write_dump(record, opts.dump_dir)
         write_atomic(folder / "plan.json", plan.to_json())
-    return _callable(compiled, captured, opts, record)
+    return _callable(compiled, (captured, facts), opts, record)
 
 
-def _improve(gm: GraphModule, facts: CaptureFacts, opts: StofOptions) -> tuple[Record, Plan, GraphModule]:
-    """Run STOF's own passes; when one fails the original graph is compiled, with the option's mask put in."""
+def _improve(
+    gm: GraphModule, facts: CaptureFacts, opts: StofOptions
+) -> tuple[Record, Plan, GraphModule]:
+    """Run STOF's own passes; when one fails the original graph is compiled.
+
+    Raises:
+        StofMaskError: one failed and the options have a mask, which would be lost.
+    """
     original, started = _copy(gm), time.monotonic()
     record = Record(device=device_facts(facts.device).to_json(), options=opts.to_json())
     record.graphs["captured"] = graph_text(gm)
@@ -77,13 +93,18 @@ def _improve(gm: GraphModule, facts: CaptureFacts, opts: StofOptions) -> tuple[R
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
+        reason = f"a pass of STOF failed: {type(failure).__name__}: {failure}"
+        if opts.mask is not None:
+            raise StofMaskError(
+                f"the mask of the options cannot be put into this graph, {reason}; run without the "
+                "option's mask, and report this error"
+            ) from failure
         if opts.strict:
             raise
-        reason = f"a pass of STOF failed: {type(failure).__name__}: {failure}"
         logger.warning("this graph is left to torch.compile, %s", reason, exc_info=True)
         record.sites.clear()
+        record.fallbacks.clear()
         record.add_fallback("graph", reason)
-        mask_only(original, facts, opts)
         improved = original
     improved.graph.lint()
     improved.recompile()
@@ -96,13 +117,16 @@ def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Re
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
     sites, near_misses = match_attention(gm, facts)
-    for miss in near_misses:
-        record.add_near_miss(miss.name, miss.node.name, miss.reason)
-        logger.info("%s is left to PyTorch: %s", miss.name, miss.reason)
-    resolved = resolve_masks(opts.mask, sites, path_known=facts.path_known, whole_model=facts.whole_model)
+    resolved = resolve_masks(
+        opts.mask,
+        (*sites, *near_misses),
+        path_known=facts.path_known,
+        whole_model=facts.whole_model,
+    )
     record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
-    if opts.mask is not None:
-        mask_near_misses(gm, near_misses, opts.mask)
+    _warn_of_unmatched(resolved, facts)
+    mask_near_misses(gm, near_misses, resolved.by_site)
+    _report_near_misses(near_misses, opts, record)
     environment = environment_key(device_facts(facts.device))
     store = Store(opts.cache_dir or default_root(), environment)
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
@@ -112,6 +136,29 @@ def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Re
         if report.status != "rewritten":
             record.add_fallback(report.name, report.reason)
     return Plan(environment, dict(ctx.choices))
+
+
+def _report_near_misses(near_misses: Sequence[NearMiss], opts: StofOptions, record: Record) -> None:
+    for miss in near_misses:
+        record.add_near_miss(miss.name, miss.node.name, miss.reason)
+        logger.info("%s is left to PyTorch: %s", miss.name, miss.reason)
+        if opts.strict and opts.attention != "off":
+            raise StofUnsupportedError(
+                f"{miss.name} is left to PyTorch: {miss.reason} (strict=True; {miss.source})"
+            )
+
+
+def _warn_of_unmatched(resolved: ResolvedMasks, facts: CaptureFacts) -> None:
+    """Warn once of a mask path no graph of a model in several graphs can match."""
+    modules = facts.module_paths.values()
+    for key in resolved.unmatched:
+        if not any(path_matches(key, path) for path in modules):
+            warning_once(
+                logger,
+                "options['mask']: the path %r names no module of the compiled model, so no "
+                "attention takes this mask",
+                key,
+            )
 
 
 def _site_record(report: SiteReport) -> SiteRecord:
@@ -142,9 +189,14 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _callable(
-    compiled: Callable[..., Any], captured: GraphModule, opts: StofOptions, record: Record
+    compiled: Callable[..., Any],
+    captured: tuple[GraphModule, CaptureFacts],
+    opts: StofOptions,
+    record: Record,
 ) -> Callable[..., Any]:
-    """Wrap the compiled graph: it reads ``attention_kernel(...)`` at call time and keeps one variant per kernel."""
+    """Wrap the compiled graph: it reads ``attention_kernel(...)`` at call time and keeps one variant
+    per kernel and input shapes.
+    """
     variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def run(*inputs: Any) -> Any:
@@ -153,15 +205,28 @@ def _callable(
             return compiled(*inputs)
         key = (kernel, *(tuple(i.shape) if isinstance(i, torch.Tensor) else i for i in inputs))
         if key not in variants:
-            variants[key] = _variant(captured, inputs, opts, kernel)
+            variants[key] = _variant(*captured, inputs, opts, kernel)
         return variants[key](*inputs)
 
     run.stof_record = record  # type: ignore[attr-defined]
     return run
 
 
-def _variant(captured: GraphModule, inputs: Sequence[Any], opts: StofOptions, kernel: str) -> Callable[..., Any]:
+def _variant(
+    captured: GraphModule,
+    facts: CaptureFacts,
+    inputs: Sequence[Any],
+    opts: StofOptions,
+    kernel: str,
+) -> Callable[..., Any]:
+    """Compile the captured graph once more with one kernel forced."""
     forced = replace(opts, attention=kernel, dump_dir=None)
     gm = _copy(captured)
-    _, _, improved = _improve(gm, read_capture(gm, inputs), forced)
+    here = replace(  # what Dynamo's frames told at compile time is not to be seen at call time
+        read_capture(gm, inputs),
+        module_paths=facts.module_paths,
+        path_known=facts.path_known,
+        whole_model=facts.whole_model,
+    )
+    _, _, improved = _improve(gm, here, forced)
     return compile_with_inductor(improved, inputs, forced)

@@ -56,7 +56,9 @@ def compiled_root() -> CompiledRoot:
         if module == "torch._dynamo.convert_frame" and compiling is None:
             code = frame.f_locals.get("code")
             compiling = code if isinstance(code, CodeType) else None
-        if module == "torch._dynamo.eval_frame" and "fn" in frame.f_locals:
+        # Not "_fn", which torch._dynamo.disable wraps around whatever it disables.
+        wraps = module == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper"
+        if wraps and "fn" in frame.f_locals:
             fn = frame.f_locals["fn"]
             given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
             found = _modules_of(fn) or tuple(m for m in given if isinstance(m, nn.Module))
@@ -76,8 +78,10 @@ def _modules_of(fn: Any, depth: int = 0) -> tuple[nn.Module, ...]:
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     if isinstance(module, nn.Module):
         module = getattr(module, "_orig_mod", module)
-        data_parallel = isinstance(module, nn.parallel.DistributedDataParallel)
-        return (module.module,) if data_parallel else (module,)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        assert isinstance(module, nn.Module), "wrappers hold a module"
+        return (module,)
     found: list[nn.Module] = []
     for cell in getattr(fn, "__closure__", None) or ():
         try:

@@ -76,7 +76,8 @@ def fake_result(node: Node) -> Any:
     values: list[Any] = [n.meta.get("example_value") for n in node.all_input_nodes]
     if any(value is None for value in values):
         return None
-    mode = fake_mode_of(values)
+    # a factory has no tensor among its inputs: its result is as fake as the rest of the graph
+    mode = fake_mode_of(values) or fake_mode_of(n.meta.get("example_value") for n in node.graph.nodes)
     args, kwargs = torch.fx.node.map_arg(
         (node.args, node.kwargs), lambda n: n.meta["example_value"]
     )

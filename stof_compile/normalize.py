@@ -24,6 +24,7 @@ from stof_compile.node_ops import (
     INPLACE_OPERATORS,
     VIEWS,
     argument,
+    is_cast,
     is_inplace,
     operation,
     permutation,
@@ -43,6 +44,7 @@ FUNCTIONAL_TWINS = frozenset(
         "bitwise_or", "bitwise_not", "relu",
     }
 )  # fmt: skip
+RESHAPES = frozenset({"dropout", "view", "reshape", "flatten", "unflatten", "contiguous"})
 DROPOUTS = frozenset(
     {
         "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
@@ -270,28 +272,21 @@ def lift_batched_products(graph: Graph, facts: CaptureFacts) -> int:
     """Show the result of a [B*H, Q, K] attention as [B, H, Q, D] in between, so that it can be
     replaced.
 
-    B and H are read from the reshape that made the values; without one, B*H stands as heads of one
-    batch.
+    B and H are read from the reshape that made the values, or from scores that are [B, H, Q, K] on
+    the way; without one, B*H stands as heads of one batch.
     """
     count = 0
     for node in list(graph.nodes):
         if operation(node) not in ("bmm", "matmul") or len(shape_of(node) or ()) != 3:
             continue
-        weights, values = (
-            argument(node, 0, "input"),
-            argument(node, 1, "mat2", node.kwargs.get("other")),
-        )
-        if (
-            not isinstance(weights, Node)
-            or not isinstance(values, Node)
-            or not _from_softmax(weights)
-        ):
+        weights = argument(node, 0, "input")
+        values = argument(node, 1, "mat2", node.kwargs.get("other"))
+        softmax = _softmax_of(weights)
+        if softmax is None or not isinstance(values, Node) or len(shape_of(values) or ()) != 3:
             continue
-        if len(shape_of(values) or ()) != 3 or any(
-            "stof_lifted" in user.meta for user in node.users
-        ):
+        if any("stof_lifted" in user.meta for user in node.users):
             continue
-        heads = heads_of(values)
+        heads = heads_of(values) or _heads_of_scores(softmax)
         after = node.next
 
         def lift(out: Any, heads: int | None = heads) -> Any:
@@ -309,36 +304,38 @@ def lift_batched_products(graph: Graph, facts: CaptureFacts) -> int:
 
 def heads_of(node: Node) -> int | None:
     """H when a [B*H, S, D] node is a reshape of a [B, H, S, D] one with a fixed H; else None."""
-    source = (
-        argument(node, 0, "input")
-        if operation(node) in ("view", "reshape", "flatten", "contiguous")
-        else None
-    )
+    if operation(node) not in ("view", "reshape", "flatten", "contiguous"):
+        return None
+    source = argument(node, 0, "input")
     while isinstance(source, Node) and operation(source) == "contiguous":
         source = source.args[0]
     inner, outer = shape_of(source), shape_of(node)
-    if (
-        inner is None
-        or outer is None
-        or len(inner) != 4
-        or len(outer) != 3
-        or not isinstance(inner[1], int)
-    ):
+    if inner is None or outer is None or len(inner) != 4 or len(outer) != 3:
         return None
     same = same_size(inner[2], outer[1]) and same_size(inner[3], outer[2])
-    return inner[1] if same else None
+    return inner[1] if same and isinstance(inner[1], int) else None
 
 
-def _from_softmax(node: Node) -> bool:
-    while (
-        operation(node) in ("to", "type", "type_as", "float", "half", "bfloat16", "dropout")
-        and node.args
-    ):
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return False
-        node = source
-    return operation(node) == "softmax"
+def _softmax_of(node: Any) -> Node | None:
+    """The softmax that attention weights come from."""
+    while isinstance(node, Node) and (operation(node) in RESHAPES or is_cast(node)):
+        node = node.args[0] if node.args else None
+    return node if isinstance(node, Node) and operation(node) == "softmax" else None
+
+
+def _heads_of_scores(softmax: Node) -> int | None:
+    """H of the first [B, H, Q, K] scores on the way from a softmax to its product."""
+    node: Any = softmax
+    for _ in range(16):
+        shape = shape_of(node)
+        if shape is None or operation(node) in ("bmm", "matmul", "baddbmm"):
+            return None
+        if len(shape) == 4:
+            return shape[1] if isinstance(shape[1], int) else None
+        operands = [(a, shape_of(a) or ()) for a in node.args if isinstance(a, Node)]
+        alike = (a for a, s in operands if len(s) > 2 and all(map(same_size, s[-2:], shape[-2:])))
+        node = next(alike, None)
+    return None
 
 
 PASSES: tuple[Pass, ...] = (

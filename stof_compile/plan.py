@@ -112,10 +112,14 @@ class Plan:
                 raise StofPlanError(
                     f"{where}: plan version {body['version']}, this STOF reads version {PLAN_VERSION}; tune again to write a new plan"
                 )
-            entries = {key: AttentionPlan.from_dict(value) for key, value in body["attention"].items()}
+            entries = {
+                key: AttentionPlan.from_dict(value) for key, value in body["attention"].items()
+            }
             return Plan(environment=str(body["environment"]), attention=entries)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise StofPlanError(f"{where}: not a STOF plan ({error!r}); write one with dump_dir or tune again") from error
+            raise StofPlanError(
+                f"{where}: not a STOF plan ({error!r}); write one with dump_dir or tune again"
+            ) from error
 
     @staticmethod
     def load(path: Path, environment: str) -> Plan:
@@ -127,7 +131,9 @@ class Plan:
         try:
             text = path.read_text()
         except OSError as error:
-            raise StofPlanError(f"plan {path}: cannot be read ({error}); check the path of options={{'plan': ...}}") from error
+            raise StofPlanError(
+                f"plan {path}: cannot be read ({error}); check the path of options={{'plan': ...}}"
+            ) from error
         plan = Plan.from_json(text, where=f"plan {path}")
         if plan.environment != environment:
             raise StofPlanError(

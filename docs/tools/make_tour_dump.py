@@ -2,7 +2,7 @@
 
     python docs/tools/make_tour_dump.py tour-dump
 
-A BERT of two layers with random weights reads 512 token ids, the last 32 of them padding, on the
+A BERT of two layers with random weights reads 1,024 token ids, the last 64 of them padding, on the
 CPU under a BigBird mask.
 """
 
@@ -19,15 +19,15 @@ from stof_compile import masks
 
 
 def small_bert() -> torch.nn.Module:
-    """A BERT of 2 layers, 4 heads of 16 channels, for sequences of up to 512 tokens."""
+    """A BERT of 2 layers, 4 heads of 32 channels, for sequences of up to 1,024 tokens."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=128,
-        hidden_size=64,
+        hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=128,
-        max_position_embeddings=512,
+        intermediate_size=256,
+        max_position_embeddings=1024,
         attn_implementation="sdpa",
     )
     return transformers.BertModel(config, add_pooling_layer=False).eval()
@@ -41,11 +41,11 @@ def make_dump(folder: Path, budget_s: float = 60.0) -> stof_compile.Explanation:
         budget_s: most seconds spent on measuring; 0 = decision table.
     """
     model = small_bert()
-    ids = torch.arange(512)[None] % 128
+    ids = torch.arange(1024)[None] % 128
     padding = torch.ones_like(ids)
-    padding[:, -32:] = 0
+    padding[:, -64:] = 0
     options = {
-        "mask": masks.bigbird(window=32, global_tokens=32, random_fill=0.1, random_block=32),
+        "mask": masks.bigbird(window=32, global_tokens=32, random_fill=0.1),
         "dump_dir": str(folder),
         "cache_dir": str(folder / "cache"),
         "tune_budget_s": budget_s,

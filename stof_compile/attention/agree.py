@@ -50,6 +50,8 @@ def agree(
     try:
         store.wait([f"{name}/choice"], timedelta(seconds=limit))
     except RuntimeError:  # DistStoreError: the deciding rank was not ready in time
-        logger.warning("no choice for %s after %.0f s; the decision table is used on this rank", key, limit)
+        logger.warning(
+            "no choice for %s after %.0f s; the decision table is used on this rank", key, limit
+        )
         return otherwise()
     return AttentionPlan.from_dict(json.loads(store.get(f"{name}/choice")))

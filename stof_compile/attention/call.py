@@ -62,7 +62,11 @@ def _band(block_mask: BlockMask) -> list[int]:
 
 
 def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
-    op = torch.ops.stof.attention_block.default if kernel == "block" else torch.ops.stof.attention_row.default
+    op = (
+        torch.ops.stof.attention_block.default
+        if kernel == "block"
+        else torch.ops.stof.attention_row.default
+    )
     block_mask = problem.block_mask((config[0], config[1]))
     buffers = _mask_buffers(block_mask)
     names, band = tuple(buffers), _band(block_mask)
@@ -70,7 +74,18 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
         mask = [held[name] for name in names]
         return op(
-            q, k, v, *mask, key_keep, bias, problem.scale, problem.softcap, problem.q_offset, band, list(config), False
+            q,
+            k,
+            v,
+            *mask,
+            key_keep,
+            bias,
+            problem.scale,
+            problem.softcap,
+            problem.q_offset,
+            band,
+            list(config),
+            False,
         )[0]
 
     return KernelCall(buffers, run)
@@ -85,7 +100,19 @@ def _bind_cpu(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
         mask = [held[name] for name in names]
         return op(
-            q, k, v, *mask, key_keep, bias, problem.scale, problem.softcap, problem.q_offset, band, list(config), False, kernel
+            q,
+            k,
+            v,
+            *mask,
+            key_keep,
+            bias,
+            problem.scale,
+            problem.softcap,
+            problem.q_offset,
+            band,
+            list(config),
+            False,
+            kernel,
         )[0]
 
     return KernelCall(buffers, run)
@@ -102,7 +129,9 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
         block_mask = problem.block_mask((64, 64))
         size = problem.q_len * problem.k_len * block_mask.planes
         if size > DENSE_MASK_LIMIT:
-            raise StofUnsupportedError(f"the dense mask SDPA needs would take {size / 2**30:.1f} GiB")
+            raise StofUnsupportedError(
+                f"the dense mask SDPA needs would take {size / 2**30:.1f} GiB"
+            )
         name = f"mask_{block_mask.key[:12]}_dense"
         buffers[name] = block_mask.to_dense()
 
@@ -115,7 +144,14 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
             mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
             mask = mask.to(problem.q.dtype)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, scale=problem.scale, enable_gqa=gqa
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=problem.scale,
+            enable_gqa=gqa,
         )
 
     return KernelCall(buffers, run)

@@ -1,10 +1,10 @@
-"""Attention with symbolic lengths: the op carries the mask rule and keeps block masks per
-length."""
+"""Attention with symbolic lengths: the op carries the mask rule and keeps block masks per length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, Proxy
@@ -13,12 +13,28 @@ from stof_compile import masks
 from stof_compile.attention.match import AttentionSite
 from stof_compile.attention.rewrite import replace_output
 from stof_compile.capture import add_buffer
+from stof_compile.errors import StofMaskError
+from stof_compile.masks.computed import Computed
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.masks.split import MaskParts
+from stof_compile.measure import real_tensors
+from stof_compile.node_ops import same_size
 from stof_compile.options import StofOptions
 
-if TYPE_CHECKING:
-    from stof_compile.attention.lower import SiteReport
+
+@dataclass(frozen=True)
+class DynamicOutcome:
+    """What became of a site with symbolic lengths.
+
+    Args:
+        rule: the mask the op carries, None when the site stays with PyTorch.
+        reason: why, in one sentence.
+        by_choice: PyTorch's attention is the better one here; False = it could not be rewritten.
+    """
+
+    rule: MaskSpec | None
+    reason: str
+    by_choice: bool = False
 
 
 def lower_dynamic_site(
@@ -27,65 +43,117 @@ def lower_dynamic_site(
     option: MaskSpec | None,
     parts: MaskParts,
     options: StofOptions,
-    report: SiteReport,
-) -> bool:
+) -> DynamicOutcome:
     """Replace a site with symbolic lengths by ``stof::attention_rule`` where its mask is a rule.
 
-    Returns:
-        False when the site must stay with PyTorch; ``report.reason`` says why.
+    The model's own mask becomes a rule too, when it is computed from sizes alone.
     """
+    reason = _obstacle(site, option, parts)
+    if reason:
+        return DynamicOutcome(None, reason)
+    own: MaskSpec | None = None
+    sizes: tuple[Node, ...] = ()
+    if parts.static_graph is not None:
+        try:
+            own = _computed(parts)
+        except StofMaskError as refusal:
+            return DynamicOutcome(None, f"lengths are symbolic: {refusal}")
+        sizes = parts.static_graph.symints
+    rules = [own, option, masks.causal() if site.is_causal else None]
+    found = [rule for rule in rules if rule is not None]
+    if not found:
+        return DynamicOutcome(None, "no mask: SDPA is the best dense kernel", by_choice=True)
+    values = [n.meta["example_value"] for n in (site.q, site.k, site.v)]
+    if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+        reason = "training with symbolic lengths stays with SDPA's own backward"
+        return DynamicOutcome(None, reason, by_choice=True)
+    rule = found[0]
+    for other in found[1:]:
+        rule = rule & other
+    ends_with_keys = option is not None and not site.cross and not _same_length(site)
+    _insert(gm, site, parts, rule, (own, sizes), options, offset_from_lengths=ends_with_keys)
+    return DynamicOutcome(
+        rule, "lengths are symbolic: block masks are built once per length from the rule"
+    )
+
+
+def _obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) -> str:
+    """Why a site cannot take a rule; empty when it can."""
+    if site.form in ("flex", "stof"):
+        return f"lengths are symbolic and the attention is a kernel already ({site.form})"
     if parts.dynamic is not None:
-        report.reason = "; ".join(parts.reasons) or "its mask is known only at run time"
-        return False
-    if parts.static is not None or parts.static_graph is not None:
-        report.reason = "lengths are symbolic and the model's own mask is a tensor, not a rule"
-        return False
-    same_length = _same_length(site)
-    if option is not None and not same_length and (site.is_causal or site.offset.kind != "length"):
-        report.reason = "lengths are symbolic and the queries' position is known only at run time"
-        return False
-    rule = option
-    if site.is_causal:
-        rule = masks.causal() if option is None else option & masks.causal()
-    if rule is None:
-        report.reason = "no mask: SDPA is the best dense kernel"
-        return False
-    training = any(n.meta["example_value"].requires_grad for n in (site.q, site.k, site.v))
-    if training and torch.is_grad_enabled():
-        report.reason = "training with symbolic lengths stays with SDPA's own backward"
-        return False
-    _insert(gm, site, parts, rule, options, offset_from_lengths=option is not None and not same_length and not site.cross)
-    report.status = "rewritten"
-    report.static_mask = repr(rule)
-    report.reason = "lengths are symbolic: block masks are built once per length from the rule"
-    return True
+        return "; ".join(parts.reasons) or "its mask is known only at run time"
+    if parts.static is not None:
+        return "lengths are symbolic and the model's own mask is a tensor, not a rule"
+    if parts.static_graph is not None and parts.finfo_min:
+        return (
+            "lengths are symbolic and the model masks with a finite number: a row without keys "
+            "would have another value"
+        )
+    if option is None or site.cross or _same_length(site):
+        return ""
+    if site.is_causal or site.offset.kind != "length":
+        return "lengths are symbolic and the queries' position is known only at run time"
+    return ""
+
+
+def _computed(parts: MaskParts) -> MaskSpec:
+    """The model's own mask as a rule.
+
+    Raises:
+        StofMaskError: it is made from numbers that may be negative, or by calls that cannot travel.
+    """
+    graph = parts.static_graph
+    assert graph is not None, "asked for a computed mask only"
+    hints = []
+    for node in graph.symints:
+        value = node.meta["example_value"]
+        if isinstance(value, torch.SymInt):
+            if not value.node.has_hint() or not value.node.expr.is_nonnegative:
+                raise StofMaskError(f"the model's mask reads the number '{node.name}', no size")
+            value = value.node.hint
+        hints.append(int(value))
+    with real_tensors():
+        rule = Computed(graph.text, torch.empty((*hints, 0)), graph.tensors)
+        rule.plane_shape()  # everything it calls is allowed, its value is a mask
+    return rule
 
 
 def _same_length(site: AttentionSite) -> bool:
     q, k = site.q.meta["example_value"], site.k.meta["example_value"]
-    k_len = k.shape[-1] if site.k_transposed else k.shape[-2]
-    symbolic = [getattr(getattr(n, "node", None), "expr", n) for n in (q.shape[-2], k_len)]
-    return bool(symbolic[0] == symbolic[1])
+    return same_size(q.shape[-2], k.shape[-1] if site.k_transposed else k.shape[-2])
 
 
 def _insert(
-    gm: GraphModule, site: AttentionSite, parts: MaskParts, rule: MaskSpec, options: StofOptions, *, offset_from_lengths: bool
+    gm: GraphModule,
+    site: AttentionSite,
+    parts: MaskParts,
+    rule: MaskSpec,
+    own: tuple[MaskSpec | None, tuple[Node, ...]],
+    options: StofOptions,
+    *,
+    offset_from_lengths: bool,
 ) -> None:
     device = site.q.meta["example_value"].device
     head_dim = site.q.meta["example_value"].shape[-1]
     scale = float(head_dim) ** -0.5 if site.scale is None else float(site.scale)
     kernel = options.attention if options.attention not in ("auto", "paper") else "auto"
 
-    def build(proxy: Callable[[Node], Proxy]) -> Any:
+    def tensor_node(number: int, tensor: torch.Tensor) -> Node:
+        computed, sizes = own
+        if isinstance(computed, Computed) and tensor is computed.sizes:
+            return gm.graph.call_function(torch.empty, ((*sizes, 0),), {"device": device})
+        return add_buffer(gm, f"rule_{rule.key[:12]}_t{number}", tensor.to(device))
+
+    def build(proxy: Callable[[Node], Any]) -> Any:
         q, k, v = proxy(site.q), proxy(site.k), proxy(site.v)
         if site.k_transposed:
             k = k.transpose(-2, -1)
         offset = (k.size(-2) - q.size(-2)).node if offset_from_lengths else 0
-        tensors = [add_buffer(gm, f"rule_{rule.key[:12]}_t{i}", t.to(device)) for i, t in enumerate(rule.tensors())]
-        call = gm.graph.call_function(
-            torch.ops.stof.attention_rule.default,
-            (q.node, k.node, v.node, tensors, rule.to_json(), parts.padding, parts.bias, None, scale, float(site.softcap), offset, kernel, False),
-        )
+        held = [tensor_node(i, tensor) for i, tensor in enumerate(rule.tensors())]
+        operands = (q.node, k.node, v.node, held, rule.to_json(), parts.padding, parts.bias, None)
+        numbers = (scale, float(site.softcap), offset, kernel, False)
+        call = gm.graph.call_function(torch.ops.stof.attention_rule.default, (*operands, *numbers))
         return proxy(call)[0]
 
     replace_output(gm, site.output, build)

@@ -358,6 +358,8 @@ def _four_dimensional(
     if lifted is None or shape is None:
         return Mismatch("the values product has an unexpected layout"), q, k, v
     single = operation(lifted) == "unsqueeze"
+    if single and any(term.rank == 4 for term in scores.terms):
+        return Mismatch("batch and heads of the scores cannot be told apart"), q, k, v
     heads = None if single else shape[1]
     q, k, v = (_unfolded(gm, n, heads) for n in (q, k, v))
     return lifted, q, k, v
@@ -365,6 +367,8 @@ def _four_dimensional(
 
 def _unfolded(gm: GraphModule, node: Node, heads: int | None) -> Node:
     """[B*H, S, D] as [B, H, S, D]: the tensor it was reshaped from, else a new view."""
+    if len(shape_of(node) or ()) == 4:
+        return node
     if heads is not None and heads_of(node) == heads:
         source = argument(node, 0, "input")
         if isinstance(source, Node) and len(shape_of(source) or ()) == 4:

@@ -113,13 +113,15 @@ def read_weights(softmax: Node) -> Weights | Mismatch | None:
         followers = [
             u
             for u in node.users
-            if is_cast(u) or operation(u) in ("contiguous", "dropout", "view", "reshape")
+            if is_cast(u) or operation(u) in ("contiguous", "dropout", *HEAD_RESHAPES)
         ]
         if not followers:
             return None
         if operation(followers[0]) == "dropout":
             rate = argument(followers[0], 1, "p", 0.5)
             return Mismatch(f"dropout with p = {rate} between softmax and values")
+        if operation(followers[0]) in HEAD_RESHAPES and not _splits_heads(node, followers[0]):
+            return None
         node = followers[0]
         passed.append(node)
     product = products[0]
@@ -162,6 +164,7 @@ def _has_product(node: Node, depth: int = 16) -> bool:
     return any(_has_product(a, depth - 1) for a in operands if shape_of(a) is not None)
 
 
+HEAD_RESHAPES = ("view", "reshape", "flatten", "unflatten")
 SCORE_OPERATIONS = frozenset(
     {
         "add", "sub", "mul", "div", "neg", "masked_fill", "where", "tanh", "contiguous", "view",
@@ -174,7 +177,7 @@ def _step(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
     """One operation towards the product; records what it does to the scores."""
     if is_cast(node) or name in ("contiguous", "clone"):
         return _only(node, 0)
-    if name in ("view", "reshape", "flatten", "unflatten"):
+    if name in HEAD_RESHAPES:
         inner = _only(node, 0)
         return (
             inner
@@ -418,6 +421,6 @@ def unrepeated(node: Node) -> tuple[Node, int] | None:
         or not same_size(out[2], inner[2])
     ):
         return None
-    if not isinstance(inner[1], int) or out[1] != inner[1] * five[2]:
+    if not isinstance(inner[1], int) or not isinstance(out[1], int) or out[1] != inner[1] * five[2]:
         return None
     return source, five[2]

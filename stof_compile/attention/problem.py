@@ -13,7 +13,20 @@ import torch
 from stof_compile.masks.block_mask import BlockMask, cached_block_mask
 from stof_compile.masks.spec import MaskSpec
 
-STATISTICS_BLOCK = {"cuda": 64, "cpu": 32}  # tile edge the mask statistics of a problem are taken on
+STATISTICS_BLOCK = {
+    "cuda": 64,
+    "cpu": 32,
+}  # tile edge the mask statistics of a problem are taken on
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """Return a size as a number; a symbol gives its present value, without a guard on it.
+
+    The program's ``int(symbol)`` would tie the compiled code to this one value.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 @dataclass(frozen=True)
@@ -26,10 +39,9 @@ class TensorMeta:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeta:
-        """Read the meta of a real or fake tensor with concrete sizes."""
-        return TensorMeta(
-            tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride()), tensor.dtype
-        )
+        """Read the meta of a real or fake tensor; symbolic sizes are taken at their hint."""
+        shape, stride = (tuple(hint(n) for n in sizes) for sizes in (tensor.shape, tensor.stride()))
+        return TensorMeta(shape, stride, tensor.dtype)
 
     def random(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
         """Return normal values (bool: True) in this layout; broadcast dims (stride 0) share
@@ -136,7 +148,9 @@ class AttentionProblem:
             "device": self.device.type,
             "softcap": self.softcap > 0,
             "padding": self.padding,
-            "bias": None if self.bias is None else [self.bias.shape, self.bias.stride, str(self.bias.dtype)],
+            "bias": None
+            if self.bias is None
+            else [self.bias.shape, self.bias.stride, str(self.bias.dtype)],
             "training": self.training,
             "tf32": self.allow_tf32,
             "causal_only": self.causal_only,

@@ -15,11 +15,27 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Protocol
 
-from stof_compile.attention.match import AttentionSite
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import as_mask_spec
 from stof_compile.masks.spec import MaskSpec
+
+
+class Place(Protocol):
+    """Where attention stands: a site or a near miss."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the graph."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Module path."""
+
+    @property
+    def cross(self) -> bool:
+        """Cross-attention."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +60,14 @@ def path_matches(key: str, path: Sequence[str]) -> bool:
     """Tell whether ``key`` (dotted, ``*`` inside a component) is a prefix of ``path``, whole
     components only."""
     parts = key.split(".")
-    return len(parts) <= len(path) and all(fnmatchcase(c, p) for c, p in zip(path, parts, strict=False))
+    return len(parts) <= len(path) and all(
+        fnmatchcase(c, p) for c, p in zip(path, parts, strict=False)
+    )
 
 
-def resolve_masks(mask: object, sites: Sequence[AttentionSite], *, path_known: bool, whole_model: bool) -> ResolvedMasks:
+def resolve_masks(
+    mask: object, sites: Sequence[Place], *, path_known: bool, whole_model: bool
+) -> ResolvedMasks:
     """Assign the option's masks to sites.
 
     Args:
@@ -76,10 +96,16 @@ def resolve_masks(mask: object, sites: Sequence[AttentionSite], *, path_known: b
             raise StofMaskError(_unmatched_message(key, sites))
     by_site: dict[str, MaskSpec] = {}
     for site in sites:
-        keys = [key for key, found in hits.items() if site in found and (not site.cross or all(s.cross for s in found))]
+        keys = [
+            key
+            for key, found in hits.items()
+            if site in found and (not site.cross or all(s.cross for s in found))
+        ]
         if keys:
             by_site[site.name] = specs[max(keys, key=_specificity)]
-    return ResolvedMasks(by_site, {key: tuple(site.name for site in found) for key, found in hits.items()})
+    return ResolvedMasks(
+        by_site, {key: tuple(site.name for site in found) for key, found in hits.items()}
+    )
 
 
 def _specificity(key: str) -> tuple[int, int]:
@@ -87,14 +113,17 @@ def _specificity(key: str) -> tuple[int, int]:
     return len(parts), -sum("*" in part for part in parts)
 
 
-def _listed(sites: Sequence[AttentionSite]) -> str:
+def _listed(sites: Sequence[Place]) -> str:
     names = [site.name for site in sites]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
+    return (
+        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        if names
+        else "none"
+    )
 
 
-def _unmatched_message(key: str, sites: Sequence[AttentionSite]) -> str:
+def _unmatched_message(key: str, sites: Sequence[Place]) -> str:
     prefixes = {".".join(site.path[:n]) for site in sites for n in range(1, len(site.path) + 1)}
     close = difflib.get_close_matches(key, prefixes, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"options['mask'] has the path {key!r}, which matches no attention of the model{hint} Sites: {_listed(sites)}"
-

@@ -29,20 +29,27 @@ def replace_site(
     """Replace a site's output by a kernel call; its interior nodes die when nothing else uses
     them."""
 
-    def build(proxy: Callable[[Node], Proxy]) -> Proxy:
+    def build(proxy: Callable[[Node], Any]) -> Any:
         q, k, v = proxy(site.q), proxy(site.k), proxy(site.v)
         if site.k_transposed:
             k = k.transpose(-2, -1)
         held = {name: proxy(add_buffer(gm, name, tensor)) for name, tensor in call.buffers.items()}
-        out: Proxy = call.run(
-            q, k, v, proxy(key_keep) if key_keep is not None else None, proxy(bias) if bias is not None else None, held
+        out: Any = call.run(
+            q,
+            k,
+            v,
+            proxy(key_keep) if key_keep is not None else None,
+            proxy(bias) if bias is not None else None,
+            held,
         )
         return out
 
     replace_output(gm, site.output, build)
 
 
-def and_mask_into_sdpa(gm: GraphModule, node: Node, keep: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
+def and_mask_into_sdpa(
+    gm: GraphModule, node: Node, keep: Callable[[Callable[[Node], Any]], Any]
+) -> None:
     """And a mask into one SDPA call that stays.
 
     Args:
@@ -54,58 +61,66 @@ def and_mask_into_sdpa(gm: GraphModule, node: Node, keep: Callable[[Callable[[No
     arguments = dict(zip(SDPA_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     mask = arguments.get("attn_mask")
 
-    def build(proxy: Callable[[Node], Proxy]) -> Proxy:
+    def build(proxy: Callable[[Node], Any]) -> Any:
         wanted = keep(proxy)
         if isinstance(mask, Node):
             given = proxy(mask)
             example = mask.meta.get("example_value")
             boolean = example is not None and example.dtype == torch.bool
             wanted = (given & wanted) if boolean else torch.where(wanted, given, float("-inf"))
-        rest = {n: _as_proxy(a, proxy) for n, a in arguments.items() if n not in ("query", "key", "value", "attn_mask", "is_causal")}
-        out: Proxy = F.scaled_dot_product_attention(
-            *(proxy(arguments[n]) for n in ("query", "key", "value")), attn_mask=wanted, is_causal=False, **rest
+        rest = {
+            n: _as_proxy(a, proxy)
+            for n, a in arguments.items()
+            if n not in ("query", "key", "value", "attn_mask", "is_causal")
+        }
+        out: Any = F.scaled_dot_product_attention(
+            *(proxy(arguments[n]) for n in ("query", "key", "value")),
+            attn_mask=wanted,
+            is_causal=False,
+            **rest,
         )
         return out
 
     replace_output(gm, node, build)
 
 
-def and_mask_into_softmax(gm: GraphModule, node: Node, keep: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
+def and_mask_into_softmax(
+    gm: GraphModule, node: Node, keep: Callable[[Callable[[Node], Any]], Any]
+) -> None:
     """And a mask into the scores of one softmax that stays.
 
     Rows that lose every key become zero rows, as everywhere in STOF.
 
-    Raises:
-        StofMaskError: the scores are not ``[B, H, Q, K]``.
+    Args:
+        gm, node: the graph and its softmax over the last axis.
+        keep: builds a bool mask that broadcasts with the scores (True = attend).
     """
-    scores = node.args[0]
-    example = scores.meta.get("example_value") if isinstance(scores, Node) else None
-    if not isinstance(scores, Node) or example is None or example.dim() != 4:
-        raise StofMaskError(
-            f"the mask cannot be put into {node.name!r}: its scores are not a [B, H, Q, K] tensor; "
-            "name the layers that should have a mask by path"
-        )
+    scores = node.args[0] if node.args else node.kwargs["input"]
+    assert isinstance(scores, Node), "a softmax of the graph has scores"
 
-    def build(proxy: Callable[[Node], Proxy]) -> Proxy:
+    def build(proxy: Callable[[Node], Any]) -> Any:
         wanted = keep(proxy)
         masked = proxy(scores).masked_fill(~wanted, float("-inf"))
         args = (masked, *(_as_proxy(a, proxy) for a in node.args[1:]))
-        kwargs = {n: _as_proxy(a, proxy) for n, a in node.kwargs.items()}
+        kwargs = {n: _as_proxy(a, proxy) for n, a in node.kwargs.items() if n != "input"}
         if node.op == "call_method":
             out = getattr(masked, str(node.target))(*args[1:], **kwargs)
         else:
             out = node.target(*args, **kwargs)  # type: ignore[operator]
-        result: Proxy = out.masked_fill(~wanted, 0.0)  # also removes the NaN of rows without a key
+        # also removes the NaN of rows that have no key left
+        result: Any = out.masked_fill(masked == float("-inf"), 0.0)
         return result
 
     replace_output(gm, node, build)
 
 
-def _as_proxy(value: Any, proxy: Callable[[Node], Proxy]) -> Any:
+def _as_proxy(value: Any, proxy: Callable[[Node], Any]) -> Any:
     return proxy(value) if isinstance(value, Node) else value
 
 
-def replace_output(gm: GraphModule, old: Node, build: Callable[[Callable[[Node], Proxy]], Proxy]) -> None:
+def replace_output(
+    gm: GraphModule, old: Node, build: Callable[[Callable[[Node], Any]], Any]
+) -> None:
     """Replace a node by what ``build`` writes in front of it; ``build`` gets a function from nodes
     to proxies."""
     tracer = GraphAppendingTracer(gm.graph)
@@ -123,7 +138,12 @@ def erase_dead(gm: GraphModule, start: Node) -> int:
     stack, erased = [start], 0
     while stack:
         node = stack.pop()
-        if node._erased or node.users or node.op not in ("call_function", "call_method", "get_attr") or _has_effect(node):
+        if (
+            node._erased
+            or node.users
+            or node.op not in ("call_function", "call_method", "get_attr")
+            or _has_effect(node)
+        ):
             continue
         inputs = list(node.all_input_nodes)
         gm.graph.erase_node(node)

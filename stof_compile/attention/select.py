@@ -35,8 +35,13 @@ logger = logging.getLogger("stof_compile")
 
 TAU = 1.2  # Equation 1 of the paper
 KERNELS = {"cuda": ("block", "row", "sdpa"), "cpu": ("flex", "gather", "sdpa")}
-PAPER_KERNELS = {"cuda": {"row": "row", "block": "block"}, "cpu": {"row": "gather", "block": "flex"}}
-GATE_ROWS = 256  # query rows a candidate is checked on against fp64, in the first and the last plane
+PAPER_KERNELS = {
+    "cuda": {"row": "row", "block": "block"},
+    "cpu": {"row": "gather", "block": "flex"},
+}
+GATE_ROWS = (
+    256  # query rows a candidate is checked on against fp64, in the first and the last plane
+)
 
 
 @dataclass
@@ -108,24 +113,24 @@ def choose(
     if options.tune_budget_s <= 0:
         kernel, config, reason = decide(problem)
         return AttentionPlan(kernel, config, "table", reason)
-    if store is not None:
-        held = store.get("attention", problem.key)
-        if held is not None:
-            return replace(AttentionPlan.from_dict(held), source="store")
 
-    def measure_once() -> AttentionPlan:
-        if store is None:
-            return _choose_by_measuring(problem, options, None, budget)
-        with store.lock(problem.key):
-            held = store.get("attention", problem.key)  # another process may have measured it meanwhile
-            if held is not None:
-                return replace(AttentionPlan.from_dict(held), source="store")
-            return _choose_by_measuring(problem, options, store, budget)
+    def held_choice() -> AttentionPlan | None:
+        held = None if store is None else store.get("attention", problem.key)
+        return None if held is None else replace(AttentionPlan.from_dict(held), source="store")
+
+    def decide_here() -> AttentionPlan:
+        found = held_choice()
+        if found is not None or store is None:
+            return found or _choose_by_measuring(problem, options, None, budget)
+        with store.lock(problem.key):  # another process may be measuring the same
+            return held_choice() or _choose_by_measuring(problem, options, store, budget)
 
     return agree(
         f"attention/{problem.key}",
-        measure_once,
-        otherwise=lambda: AttentionPlan(*decide(problem)[:2], "table", "another rank did not answer in time"),
+        decide_here,
+        otherwise=lambda: AttentionPlan(
+            *decide(problem)[:2], "table", "another rank did not answer in time"
+        ),
         patience_s=options.tune_budget_s + 60.0,
     )
 
@@ -136,7 +141,9 @@ def _choose_by_paper(problem: AttentionProblem, device: str) -> AttentionPlan:
     name, threshold = paper_choice(problem.spec, problem.q_len, problem.k_len, problem.q_offset)
     kernel = PAPER_KERNELS[device][name]
     config = _first_config(problem, kernel)
-    return AttentionPlan(kernel, config, "paper", f"Equation 1: threshold {threshold:+.4f} means {name}-wise")
+    return AttentionPlan(
+        kernel, config, "paper", f"Equation 1: threshold {threshold:+.4f} means {name}-wise"
+    )
 
 
 def _choose_forced(problem: AttentionProblem, kernel: str, kernels: Sequence[str]) -> AttentionPlan:
@@ -144,7 +151,9 @@ def _choose_forced(problem: AttentionProblem, kernel: str, kernels: Sequence[str
         raise StofOptionError(
             f"attention={kernel!r} has no kernel for device {problem.device.type!r}; valid there: auto, paper, off, {', '.join(kernels)}"
         )
-    return AttentionPlan(kernel, _first_config(problem, kernel), "forced", f"attention={kernel!r} was asked for")
+    return AttentionPlan(
+        kernel, _first_config(problem, kernel), "forced", f"attention={kernel!r} was asked for"
+    )
 
 
 def _first_config(problem: AttentionProblem, kernel: str) -> tuple[int, ...]:
@@ -175,24 +184,46 @@ def _choose_by_measuring(
     for kernel, config in candidates:
         if budget.left <= 0:
             complete = False
-            results.append(Candidate(kernel, config, "predicted", reason="the time budget was spent"))
+            results.append(
+                Candidate(kernel, config, "predicted", reason="the time budget was spent")
+            )
             continue
         results.append(_measure(problem, kernel, config, generator))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
     if not measured:
-        return AttentionPlan(table_kernel, table_config, "table", f"nothing could be measured; {table_reason}", tuple(results))
+        return AttentionPlan(
+            table_kernel,
+            table_config,
+            "table",
+            f"nothing could be measured; {table_reason}",
+            tuple(results),
+        )
     best = min(measured, key=lambda c: c.median_us or math.inf)
-    runner_up = min((c for c in measured if c.kernel != best.kernel), key=lambda c: c.median_us or math.inf, default=None)
-    versus = f", next kernel {runner_up.kernel} {runner_up.median_us:.1f} us" if runner_up is not None else ""
+    runner_up = min(
+        (c for c in measured if c.kernel != best.kernel),
+        key=lambda c: c.median_us or math.inf,
+        default=None,
+    )
+    versus = (
+        f", next kernel {runner_up.kernel} {runner_up.median_us:.1f} us"
+        if runner_up is not None
+        else ""
+    )
     plan = AttentionPlan(
-        best.kernel, best.config, "measured", f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}", tuple(results)
+        best.kernel,
+        best.config,
+        "measured",
+        f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}",
+        tuple(results),
     )
     if store is not None and complete:
         store.put("attention", problem.key, plan.to_dict())
     return plan
 
 
-def _measure(problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator) -> Candidate:
+def _measure(
+    problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator
+) -> Candidate:
     """Time one candidate on random tensors after it passed the correctness gate; a failure is a
     recorded trial."""
     try:
@@ -200,34 +231,52 @@ def _measure(problem: AttentionProblem, kernel: str, config: tuple[int, ...], ge
         sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
         error = _gate(problem, call, sets[0])
         if error is None:
-            return Candidate(kernel, config, "failed", reason="output differs from the fp64 reference")
+            return Candidate(
+                kernel, config, "failed", reason="output differs from the fp64 reference"
+            )
         timing = time_callable(_timed(problem, call), sets, problem.device)
     except StofUnsupportedError as refusal:
         return Candidate(kernel, config, "refused", reason=str(refusal))
     except Exception as failure:  # a failed candidate is a recorded trial (architecture.md)
         logger.info("attention candidate %s %s failed: %r", kernel, config, failure)
-        return Candidate(kernel, config, "failed", reason=f"{type(failure).__name__}: {failure}"[:300])
-    return Candidate(kernel, config, "measured", timing.median_us, timing.p20_us, timing.p80_us, error)
+        return Candidate(
+            kernel, config, "failed", reason=f"{type(failure).__name__}: {failure}"[:300]
+        )
+    return Candidate(
+        kernel, config, "measured", timing.median_us, timing.p20_us, timing.p80_us, error
+    )
 
 
 def _input_sets(problem: AttentionProblem) -> int:
     """Enough copies that a GPU's L2 (about 60 MB) cannot hold them all, four at most."""
     if problem.device.type != "cuda":
         return 1
-    one = 3 * problem.batch * problem.heads * problem.q_len * problem.head_dim * problem.q.dtype.itemsize
+    one = (
+        3
+        * problem.batch
+        * problem.heads
+        * problem.q_len
+        * problem.head_dim
+        * problem.q.dtype.itemsize
+    )
     return max(1, min(4, math.ceil(120e6 / max(one, 1))))
 
 
 def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tuple[Any, ...]:
     device = problem.device
     q, k, v = (meta.random(device, generator) for meta in (problem.q, problem.k, problem.v))
-    keep = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device) if problem.padding else None
+    keep = (
+        torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device)
+        if problem.padding
+        else None
+    )
     bias = problem.bias.random(device, generator) if problem.bias is not None else None
     return q, k, v, keep, bias
 
 
 def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
     if not problem.training:
+
         def forward(*inputs: Any) -> Any:
             with torch.no_grad():
                 return call.run(*inputs, call.buffers)

@@ -54,13 +54,16 @@ def _node(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-@torch._dynamo.assume_constant_result
-def _json_of(node: Any) -> str:
+def _write_json(node: Any) -> str:
     return json.dumps(node, sort_keys=True, separators=(",", ":"))
 
 
-@torch._dynamo.assume_constant_result
-def _captured_rule(mask: Any) -> tuple[str, list[Tensor]]:
+def _capture_rule(mask: Any) -> tuple[str, list[Tensor]]:
     """Rule of a mask_mod or a FlexAttention BlockMask: traced once, when Dynamo meets it."""
     spec = as_mask_spec(mask)
     return spec.to_json(), list(spec.tensors())
+
+
+_constant: Any = torch._dynamo.assume_constant_result
+_json_of: Callable[[Any], str] = _constant(_write_json)
+_captured_rule: Callable[[Any], tuple[str, list[Tensor]]] = _constant(_capture_rule)

@@ -184,6 +184,23 @@ class BlockMask:
             "nbytes": self.nbytes,
         }
 
+    @cached_property
+    def is_band(self) -> bool:
+        """True when the whole mask is its ``band``: a kernel may compute the tiles and read none."""
+        if self.band is None or self.planes != 1:
+            return False
+        tile = (self.block_q, self.block_k)
+        same = build_block_mask(
+            self.band.as_spec(),
+            self.q_len,
+            self.k_len,
+            tile,
+            q_offset=self.q_offset,
+            device=self.device,
+        )
+        pairs = ((getattr(self, n), getattr(same, n)) for n in ("row_ptr", "full_start", "col_idx"))
+        return all(torch.equal(mine, other) for mine, other in pairs)
+
     # -- identity ----------------------------------------------------------------------------------
 
     @cached_property

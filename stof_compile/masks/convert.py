@@ -18,7 +18,7 @@ def as_mask_spec(value: object) -> MaskSpec:
     """Turn what a user may give as a mask into a rule.
 
     Args:
-        value: a rule, a FlexAttention BlockMask, a bool tensor or a mask_mod.
+        value: a rule, a block mask (ours or FlexAttention's), a bool tensor or a mask_mod.
     Raises:
         StofMaskError: something else.
     """
@@ -26,12 +26,14 @@ def as_mask_spec(value: object) -> MaskSpec:
         return value
     if isinstance(value, FlexBlockMask):
         return from_block_mask(value)
+    if isinstance(value, BlockMask):
+        return from_tensor(value.to_dense())
     if isinstance(value, Tensor):
         return from_tensor(value)
     if callable(value):
         return rule(value)
     raise StofMaskError(
-        "a mask is a rule (masks.causal() ...), a FlexAttention BlockMask, a bool tensor [.., Q, "
+        "a mask is a rule (masks.causal() ...), a block mask, a bool tensor [.., Q, "
         "K] or a mask_mod; "
         f"got {type(value).__name__}"
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import patterns, rules, tensor_rules
 from stof_compile.masks.algebra import And, Not, Or
+from stof_compile.masks.computed import Computed
 from stof_compile.masks.opaque import Opaque
 from stof_compile.masks.random_tiles import RandomTiles
 from stof_compile.masks.spec import MaskSpec
@@ -43,6 +44,7 @@ RULES: tuple[type[MaskSpec], ...] = (
     tensor_rules.BlockTable,
     tensor_rules.Points,
     Opaque,
+    Computed,
 )
 
 

@@ -148,11 +148,9 @@ class _Assembly:
         fixed, padding, dynamic = sorted_leaves.values()
         biases = []
         for leaf in self.walk.sums:
-            mask = self._mask_of_static_sum(leaf)
-            if mask is not None:
-                fixed.append(mask)
-            else:
-                biases.append(leaf)
+            mask, remains = self._mask_of_static_sum(leaf)
+            fixed += [mask] if mask is not None else []
+            biases += [leaf] if remains else []
         static, static_graph, dynamic_static = self._static(fixed)
         dynamic += dynamic_static
         empty = static is not None and bool((~static.any(dim=-1)).any())
@@ -217,28 +215,22 @@ class _Assembly:
         keep = full_planes(self.facts.static.evaluate(node), q_len, self._key_length())
         return (None if bool(keep.all()) else keep), None, large
 
-    def _mask_of_static_sum(self, leaf: Leaf) -> Leaf | None:
-        """A static added tensor as a mask, when its values are 0 or masking ones only."""
-        static = self.facts.static
-        if (
-            not static.is_static(leaf.node)
-            or static.is_symbolic(leaf.node)
-            or static.too_large(leaf.node)
-        ):
-            return None
-        if self.facts.fake_inputs and static.buffers_read(leaf.node):
-            return None
-        value = static.evaluate(leaf.node)
+    def _mask_of_static_sum(self, leaf: Leaf) -> tuple[Leaf | None, bool]:
+        """The mask in a static added tensor, and whether it adds something to what is kept."""
+        static, node = self.facts.static, leaf.node
+        if not static.is_static(node) or static.is_symbolic(node) or static.too_large(node):
+            return None, True
+        if self.facts.fake_inputs and static.buffers_read(node):
+            return None, True
+        value = static.evaluate(node)
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            return None
+            return None, True
         masks = value * leaf.factor <= MASKING_LIMIT
-        kept = value.masked_select(~masks)
-        if kept.numel() and bool((kept != 0).any()):
-            return None
+        remains = bool((value.masked_select(~masks) != 0).any())
         if not bool(masks.any()):
-            return Leaf(self._compare(leaf), leaf.axes)
-        self.walk.fills.update({float(value.masked_select(masks).max()) * leaf.factor})
-        return Leaf(self._compare(leaf), leaf.axes)
+            return None, remains
+        self.walk.fills.add(float(value.masked_select(masks).max()) * leaf.factor)
+        return Leaf(self._compare(leaf), leaf.axes), remains
 
     def _compare(self, leaf: Leaf) -> Node:
         """The node ``summand > MASKING_LIMIT``."""

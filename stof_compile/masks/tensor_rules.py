@@ -126,6 +126,11 @@ class TensorRule(MaskSpec):
     q_start: int = 0
     rule: ClassVar[str] = "tensor"
 
+    @property
+    def depends_on_lengths(self) -> bool:
+        """Its first row stands where the first query does."""
+        return True
+
     def plane_shape(self) -> PlaneShape:
         """Batch and head sizes of the tensor."""
         return self.mask.shape[0], self.mask.shape[1]
@@ -165,6 +170,11 @@ class BlockTable(MaskSpec):
     k_len: int
     q_start: int = 0
     rule: ClassVar[str] = "block_table"
+
+    @property
+    def depends_on_lengths(self) -> bool:
+        """Its first row stands where the first query does."""
+        return True
 
     def plane_shape(self) -> PlaneShape:
         """Batch and head sizes of the table."""

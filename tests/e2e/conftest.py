@@ -35,7 +35,9 @@ def page(rows: list[dict]) -> str:
     lines.append("| model | sites | rewritten | near misses | graphs | max error | notes |")
     lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
-        notes = "; ".join(part for part in (row["notes"], *row["reasons"]) if part).replace("|", "\\|")
+        notes = "; ".join(part for part in (row["notes"], *row["reasons"]) if part).replace(
+            "|", "\\|"
+        )
         lines.append(
             f"| {row['id']} | {row['sites']} | {row['rewritten']} | {row['near_misses']} | {row['graphs']} "
             f"| {row['error']:.1e} | {notes} |"

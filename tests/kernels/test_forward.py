@@ -3,7 +3,7 @@
 bf16 is left out: the interpreter multiplies bf16 tiles as integers. The GPU tests cover it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace, field, replace
 
 import pytest
 import torch
@@ -160,6 +160,35 @@ def test_block_loops(rule, how):
     case = Case(rule=rule, band=rule != "random", block=(16, 32))
     config = BlockConfig(16, 32, 4, 2, heads_fast=1, heavy_first=0)._replace(**how)
     check(attention_block_forward, config, case)
+
+
+COMPUTED_CASES = {
+    "sliding": Case(band=True),
+    "longformer": Case(rule="longformer", band=True),
+    "causal longformer": Case(rule="causal longformer", band=True),
+    "causal, fewer keys": Case(q_len=40, k_len=21, q_offset=0, rule="causal", band=True),
+    "causal, fewer queries": Case(q_len=21, k_len=90, rule="causal", band=True),
+    "dense": Case(q_len=33, k_len=50, rule="dense", band=True),
+    "groups": Case(rule="causal", heads=4, group=4, q_len=21, k_len=37, band=True),
+    "decode": Case(q_len=1, heads=4, group=2, rule="sliding", band=True),
+    "padding": Case(rule="longformer", batch=2, padding=True, band=True),
+}
+
+
+@pytest.mark.parametrize("loops", [6, 7])
+@pytest.mark.parametrize("block", [(16, 16), (16, 32), (32, 16)])
+@pytest.mark.parametrize("name", COMPUTED_CASES)
+def test_block_tiles_computed_from_the_band(name, block, loops):
+    from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
+
+    case = replace(COMPUTED_CASES[name], block=block)
+    offset = case.k_len - case.q_len if case.q_offset is None else case.q_offset
+    stored = masks.build_block_mask(
+        rule_of(case), case.q_len, case.k_len, block, q_offset=offset, batch=case.batch
+    )
+    if not stored.is_band:
+        pytest.skip("no band for this tile")
+    check(attention_block_forward, BlockConfig(*block, 4, 2, loops), case)
 
 
 @pytest.mark.parametrize(("rule", "loops"), [("sliding", 1), ("dense", 2)])
