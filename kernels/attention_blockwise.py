@@ -70,7 +70,7 @@ _TILES = (
     (16, 16, 4),
 )
 # Where 64 rows a program leave most of the GPU idle, more and smaller programs shorten the critical path.
-_TILES_FEW_ROWS = ((64, 64, 4), (32, 64, 4), (16, 64, 2), (32, 32, 2), (64, 32, 4))
+_TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
 _FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
@@ -117,24 +117,29 @@ def configs(
         and fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
         and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
     ][: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
-    loops = _loops(has_part, has_full, is_band)
+    loops = _loops(has_part, has_full, is_band, capability)
     found = []
     for rank, (block_q, block_k, warps) in enumerate(tiles):
-        for stages in (2, 3):
+        for stages in (3, 2) if loops[0] == 5 else (2, 3):
             if shared_memory_bytes(block_q, block_k, block_d, block_dv, stages, itemsize) > limit:
                 continue
-            for loop in loops if rank == 0 else loops[:2]:
+            # a branch around the mask costs registers: it is offered for the first tile alone
+            for loop in loops if rank == 0 else [loop for loop in loops if loop not in (5, 7)]:
                 found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
     # heads as the fastest axis let the heavy rows of all heads start together
     return found + [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
 
 
-def _loops(has_part: bool, has_full: bool, is_band: bool) -> tuple[int, ...]:
-    """Loop forms worth timing on a kind of mask."""
+def _loops(
+    has_part: bool, has_full: bool, is_band: bool, capability: tuple[int, int]
+) -> tuple[int, ...]:
+    """Loop forms worth timing on a kind of mask, the likely best first."""
+    if is_band and has_full:
+        return (7, 6, 3) if capability >= (9, 0) else (6, 3)
     if is_band:
-        return (6, 7, 3) if has_full else (6, 1)
+        return (6, 1)
     if has_part and has_full:
-        return (4, 3, 5)
+        return (5, 3, 4)
     return (1,) if has_part else (2,)
 
 

@@ -1,23 +1,22 @@
 """Attention over a block mask on the CPU: three kernels with one signature.
 
-    gather   the kept K/V tiles of a strip of tile rows are copied side by side, and the library's
-             fused attention runs over (tile row) x (kept keys) as if each tile row were a batch
-             entry
+    gather   the kept K/V tiles of a strip of tile rows are copied side by side (or viewed, where
+             they are windows), and the library's fused attention runs over (tile row) x (kept keys)
+             as if each tile row were a batch entry
     flex     FlexAttention, compiled once per form, reading the same tile lists
     sdpa     the dense mask and F.scaled_dot_product_attention: the exact fallback
 
 The gather kernel compiles nothing; FlexAttention compiles for seconds per form when nothing is
-cached. Which of the two runs faster depends on dtype, layout and mask: it is measured, not assumed.
+cached. Which of them is taken without measuring: ``preferred_cpu_kernel``.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from stof_compile.kernels.attention_cpu_dense import dense_forward
 from stof_compile.kernels.attention_cpu_flex import flex_forward, flex_refusal
-from stof_compile.kernels.attention_cpu_gather import fused_attention, gather_forward
-from stof_compile.kernels.reference import tile_keep_rows
+from stof_compile.kernels.attention_cpu_gather import gather_forward
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,8 +32,11 @@ class CpuKernel(NamedTuple):
 
 
 def default_block(dtype: torch.dtype) -> tuple[int, int]:
-    """Tile size of the gather kernel: half types want taller products to feed the matrix units."""
-    return (64, 32) if dtype in (torch.bfloat16, torch.float16) else (32, 32)
+    """Tile size of the gather kernel: half types want taller products to feed the matrix units.
+
+    Tiles of 16 keys waste fewer scores on the edges of a window than tiles of 32.
+    """
+    return (64, 16) if dtype in (torch.bfloat16, torch.float16) else (32, 16)
 
 
 def cpu_kernels(
@@ -63,6 +65,34 @@ def cpu_kernels(
         CpuKernel("flex", (32, 32), known or flex),
         CpuKernel("sdpa", block, known or ("SDPA has no softcap" if softcap > 0 else None)),
     )
+
+
+def preferred_cpu_kernel(
+    dtype: torch.dtype,
+    q_len: int,
+    tile_density: float,
+    *,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> str:
+    """Choose a kernel from a problem's facts, where nothing may be measured.
+
+    PREFERRED_NUMBERS
+
+    Args:
+        dtype: of q, k and v. q_len: queries.
+        tile_density: touched / all tiles of the mask, at ``default_block(dtype)`` or coarser.
+        softcap: of the scores, 0 for none. return_lse: the log-sum-exp is wanted. Both are what
+            SDPA has not.
+
+    Returns:
+        "gather" or "sdpa"; the config is the one ``cpu_kernels`` lists for it.
+    """
+    if softcap > 0 or return_lse:
+        return "gather"
+    if q_len < SHORT_QUERIES:
+        return "sdpa"
+    return "gather" if tile_density <= GATHER_WINS_BELOW[dtype == torch.float32] else "sdpa"
 
 
 def attention_cpu_forward(
@@ -112,10 +142,10 @@ def attention_cpu_forward(
         )
     if kernel == "sdpa" and softcap > 0:
         raise ValueError("attention kernel 'sdpa': SDPA has no softcap; take 'gather'")
-    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     lse = torch.full(q.shape[:3] if return_lse else (0,), -torch.inf, dtype=torch.float32)
     if out.numel() == 0 or k.shape[2] == 0:
-        return out, lse
+        return out.zero_(), lse
     # the library's fused kernel steps through head dims with unit stride
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if kernel == "flex":
@@ -133,49 +163,10 @@ def attention_cpu_forward(
             raise ValueError(f"attention kernel 'flex': {refusal}; take 'gather'")
         out.copy_(flex_forward(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block))
     elif kernel == "sdpa":
-        _dense(out, lse, q, k, v, mask, key_keep, bias, scale, q_offset, band, block)
+        dense_forward(out, lse, q, k, v, mask, key_keep, bias, scale, q_offset, band, block)
     else:
         gather_forward(out, lse, q, k, v, mask, key_keep, bias, scale, softcap, block)
     return out, lse
-
-
-def _dense(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Sequence[Tensor],
-    key_keep: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    q_offset: int,
-    band: Sequence[int],
-    block: tuple[int, int],
-) -> None:
-    """Fill ``out``, and ``lse`` when it is not empty, through the whole q_len x k_len mask."""
-    q_len, k_len = q.shape[2], k.shape[2]
-    keep = tile_keep_rows(mask, *block, q_len, k_len, q_offset, band)(0, q_len)
-    assert keep is not None, "a block mask always expands to a mask"
-    if key_keep is not None:
-        keep = keep & key_keep[:, None, None, :]
-    attn_mask = keep
-    if bias is not None:
-        attn_mask = bias.to(q.dtype).masked_fill(~keep, -torch.inf)
-    if not lse.numel():
-        out.copy_(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        )
-        return
-    group = q.shape[1] // k.shape[1]
-    additive = bias if bias is not None else torch.zeros((), dtype=q.dtype)
-    dense = additive.to(q.dtype).masked_fill(~keep, -torch.inf)
-    k, v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
-    result, sums = fused_attention(q, k, v, dense, scale, return_lse=True)
-    out.copy_(result)
-    lse.copy_(sums)
 
 
 def _check(

@@ -86,7 +86,8 @@ def attention_backward_reference(
     """
     dtype = _computing_dtype(q)
     keys, values = k.to(dtype), v.to(dtype)
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    # contiguous whatever the strides of k and v: what the operators' fakes promise
+    dk, dv = (torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (keys, values))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     full_bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
     dbias = None

@@ -1,6 +1,7 @@
 """The backend: ``torch.compile(model, backend="stof")``.
 
-capture -> normalise -> match attention -> resolve masks -> choose kernels -> rewrite -> Inductor -> dump.
+capture -> normalise -> match attention -> resolve masks -> choose kernels -> rewrite -> Inductor ->
+dump.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 
 import torch
 from torch._logging._internal import warning_once
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-import stof_compile.ops  # noqa: F401  registers the operators the rewritten graph calls
+import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.functional import current_override
 from stof_compile.attention.keep import mask_near_misses
 from stof_compile.attention.lower import LoweringContext, lower_attention
 from stof_compile.attention.match import NearMiss, match_attention
+from stof_compile.attention.regions import region_near_misses
 from stof_compile.attention.resolve import ResolvedMasks, path_matches, resolve_masks
 from stof_compile.attention.select import Budget
 from stof_compile.attention.site_report import SiteReport
@@ -117,6 +119,7 @@ def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Re
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
     sites, near_misses = match_attention(gm, facts)
+    near_misses += region_near_misses(gm, facts)
     resolved = resolve_masks(
         opts.mask,
         (*sites, *near_misses),
@@ -178,8 +181,11 @@ def _site_record(report: SiteReport) -> SiteRecord:
 
 def _copy(gm: GraphModule) -> GraphModule:
     """Copy a graph with its meta; tensors and submodules are shared."""
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph, copies = torch.fx.Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, twin in copies.items():
+        if hasattr(node, "_dynamo_source"):  # AOTAutograd wants to know where each input is from
+            twin._dynamo_source = node._dynamo_source
     copied = GraphModule(gm, graph)
     copied.meta = dict(gm.meta)
     for name in DYNAMO_ATTRIBUTES:
@@ -194,8 +200,8 @@ def _callable(
     opts: StofOptions,
     record: Record,
 ) -> Callable[..., Any]:
-    """Wrap the compiled graph: it reads ``attention_kernel(...)`` at call time and keeps one variant
-    per kernel and input shapes.
+    """Wrap the compiled graph: it reads ``attention_kernel(...)`` at call time and keeps one
+    variant per kernel and input shapes.
     """
     variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
 

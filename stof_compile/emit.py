@@ -77,7 +77,9 @@ def fake_result(node: Node) -> Any:
     if any(value is None for value in values):
         return None
     # a factory has no tensor among its inputs: its result is as fake as the rest of the graph
-    mode = fake_mode_of(values) or fake_mode_of(n.meta.get("example_value") for n in node.graph.nodes)
+    mode = fake_mode_of(values) or fake_mode_of(
+        n.meta.get("example_value") for n in node.graph.nodes
+    )
     args, kwargs = torch.fx.node.map_arg(
         (node.args, node.kwargs), lambda n: n.meta["example_value"]
     )

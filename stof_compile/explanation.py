@@ -146,13 +146,20 @@ class _Walk:
     def _visit_function(self, function: types.FunctionType) -> None:
         self._visit(function.__dict__.get("_torchdynamo_orig_callable"))
         self._visit(function.__dict__.get("__wrapped__"))
-        for value in _closure(function).values():
+        closure = _closure(function)
+        for value in closure.values():
             self._visit(value)
-        entries = self._entries(function.__code__)
+        if isinstance(closure.get("code"), types.CodeType):
+            # Dynamo makes the resume function of a closure at every call, from its code
+            self._visit_code(closure["code"], closure.get("f_globals", function.__globals__))
+        self._visit_code(function.__code__, function.__globals__)
+
+    def _visit_code(self, code: types.CodeType, scope: dict[str, Any]) -> None:
+        entries = self._entries(code)
         for entry in entries:
             order = _order(entry)
             for name in entry.code.co_names:
-                value = function.__globals__.get(name)
+                value = scope.get(name)
                 records = list(_records_of(value))
                 if records:
                     self._collect(order, records)
@@ -160,8 +167,8 @@ class _Walk:
                     self._visit(value)  # resume functions, and functions called at a graph break
         if not entries:
             return
-        for name in function.__code__.co_names:
-            self._visit(function.__globals__.get(name))
+        for name in code.co_names:
+            self._visit(scope.get(name))
 
     def _collect(self, order: tuple[int, int], records: list[Record]) -> None:
         known = {id(record) for _, record in self.found}

@@ -40,13 +40,14 @@ def agree(
     store = dist.distributed_c10d._get_default_store()
     name = "stof/" + hashlib.sha256(key.encode()).hexdigest()[:32]
     if store.add(f"{name}/claim", 1) == 1:
-        choice = otherwise()
+        answer = ""
         try:
             choice = decide()
+            answer = json.dumps(choice.to_dict())
         finally:
-            store.set(f"{name}/choice", json.dumps(choice.to_dict()))
+            store.set(f"{name}/choice", answer)  # empty: it failed here, nobody has to wait
         return choice
-    limit = min(patience_s, store.timeout.total_seconds() / 2)
+    limit = min(patience_s, store.timeout.total_seconds() / 2)  # type: ignore[attr-defined]
     try:
         store.wait([f"{name}/choice"], timedelta(seconds=limit))
     except RuntimeError:  # DistStoreError: the deciding rank was not ready in time
@@ -54,4 +55,5 @@ def agree(
             "no choice for %s after %.0f s; the decision table is used on this rank", key, limit
         )
         return otherwise()
-    return AttentionPlan.from_dict(json.loads(store.get(f"{name}/choice")))
+    text = store.get(f"{name}/choice")
+    return AttentionPlan.from_dict(json.loads(text)) if text else otherwise()

@@ -16,6 +16,7 @@ from stof_compile.masks.block_mask import BlockMask
 
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 
+CUDNN = (1,)  # config of kernel "sdpa": the cuDNN kernel; () is whatever SDPA itself takes
 DENSE_MASK_LIMIT = 2**31  # bytes; a larger bool mask is refused rather than built
 
 Attend = Callable[[Any, Any, Any, Any, Any, dict[str, Any]], Any]
@@ -43,7 +44,7 @@ def bind_kernel(problem: AttentionProblem, kernel: str, config: tuple[int, ...])
         StofUnsupportedError: unknown kernel name for this device.
     """
     if kernel == "sdpa":
-        return _bind_sdpa(problem)
+        return _bind_cudnn(problem) if config == CUDNN else _bind_sdpa(problem)
     if kernel in ("block", "row"):
         return _bind_sparse(problem, kernel, config)
     if kernel in ("flex", "gather"):
@@ -116,6 +117,17 @@ def _bind_cpu(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -
         )[0]
 
     return KernelCall(buffers, run)
+
+
+def _bind_cudnn(problem: AttentionProblem) -> KernelCall:
+    """SDPA's cuDNN kernel by name: SDPA itself takes the first backend of its own order."""
+
+    def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        causal = problem.spec is not None
+        return op(q, k, v, None, False, 0.0, causal, False, scale=problem.scale)[0]
+
+    return KernelCall({}, run)
 
 
 def _bind_sdpa(problem: AttentionProblem) -> KernelCall:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import GraphModule, Node
 
 from stof_compile import masks
 from stof_compile.capture import add_buffer
@@ -17,10 +17,10 @@ def dense_keep(
     gm: GraphModule,
     spec: MaskSpec,
     like: Node,
-    sizes: Callable[[Callable[[Node], Any]], tuple[Proxy, Proxy]],
+    sizes: Callable[[Callable[[Node], Any]], tuple[Any, Any]],
     *,
     causal: bool,
-    positions: Callable[[Callable[[Node], Any], Proxy], Any] | None = None,
+    positions: Callable[[Callable[[Node], Any], Any], Any] | None = None,
     newest_only: bool = False,
 ) -> Callable[[Callable[[Node], Any]], Any]:
     """Return a builder of ``stof::dense_mask`` for a rule.

@@ -1,4 +1,6 @@
-"""Attention with symbolic lengths: the op carries the mask rule and keeps block masks per length."""
+"""Attention with symbolic lengths: the op carries the mask rule and keeps block masks per
+length.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import GraphModule, Node
 
 from stof_compile import masks
 from stof_compile.attention.match import AttentionSite

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import GraphModule, Node
 
 from stof_compile.attention.dense_mask import dense_keep
 from stof_compile.attention.match import AttentionSite, NearMiss

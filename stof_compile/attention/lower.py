@@ -149,7 +149,8 @@ def _lower_static(
             return choice.reason
         # SDPA that is there already stays, unless it carries a mask it can do without
         needless = site.mask is not None and (spec is None or problem.causal_only)
-        if choice.kernel == "sdpa" and site.form == "sdpa" and option is None and not needless:
+        there = choice.kernel == "sdpa" and not choice.config and site.form == "sdpa"
+        if there and option is None and not needless:
             report.reason = f"SDPA was chosen and is already there ({choice.reason})"
             return ""
         try:

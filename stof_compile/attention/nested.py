@@ -1,4 +1,6 @@
-"""``sparse_attention`` called inside a compiled model: its op is read back into mask and operands."""
+"""``sparse_attention`` called inside a compiled model: its op is read back into mask and
+operands.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from torch.fx import GraphModule, Node
 
 from stof_compile.attention.match import AttentionSite
 from stof_compile.attention.site_problem import has_dynamic_lengths, lengths, option_offset
-from stof_compile.capture import CaptureFacts
+from stof_compile.capture import CaptureFacts, add_buffer
 from stof_compile.errors import StofMaskError
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.node_ops import argument, raw_name, same_size, shape_of
 
 ARGUMENTS = (
-    "q k v rule_tensors rule key_keep bias q_positions scale softcap q_offset kernel return_lse"
-).split()
+    *("q", "k", "v", "rule_tensors", "rule", "key_keep", "bias", "q_positions"),
+    *("scale", "softcap", "q_offset", "kernel", "return_lse"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,6 @@ def read_nested(site: AttentionSite, option: MaskSpec | None, facts: CaptureFact
 
 def add_to_rule(gm: GraphModule, site: AttentionSite, option: MaskSpec) -> str:
     """And the option's mask into the rule of a call that stays; returns why it is impossible."""
-    from stof_compile.capture import add_buffer
-
     call = _call_of(site)
     if call is None:
         return "it is a block mask"

@@ -43,6 +43,11 @@ CACHE_WRITES = frozenset(
     {"index_copy", "index_put", "setitem", "copy", "slice_scatter", "scatter", "index_add"}
 )
 
+FACTORIES = frozenset(
+    {"zeros", "empty", "ones", "full", "new_zeros", "new_empty", "new_full", "zeros_like"}
+    | {"empty_like", "full_like"}
+)
+
 
 @dataclass(frozen=True)
 class QueryOffset:
@@ -252,6 +257,9 @@ def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> tuple[set
                     stack.extend((w, False) for w in key_writes(graph, node, reader))
             continue
         if node.op not in ("call_function", "call_method") or is_size(node):
+            continue
+        if name in FACTORIES and not projected:  # a cache made in this graph
+            stack.extend((w, False) for w in key_writes(graph, node, reader))
             continue
         if name in CACHE_WRITES:
             stack.extend((a, projected) for a in _new_values(node))

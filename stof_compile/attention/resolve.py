@@ -87,8 +87,9 @@ def resolve_masks(
     specs = {key: as_mask_spec(value) for key, value in mask.items()}
     if sites and not path_known:
         raise StofMaskError(
-            f"options['mask'] names paths ({', '.join(specs)}) but this graph starts inside a submodule whose place in the "
-            f"model is unknown; its sites are {_listed(sites)}. Compile the whole model, or give one mask instead of paths"
+            f"options['mask'] names paths ({', '.join(specs)}) but this graph starts inside a "
+            f"submodule whose place in the model is unknown; its sites are {_listed(sites)}. "
+            "Compile the whole model, or give one mask instead of paths"
         )
     hits = {key: [s for s in sites if path_matches(key, s.path)] for key in specs}
     for key, found in hits.items():
@@ -126,4 +127,7 @@ def _unmatched_message(key: str, sites: Sequence[Place]) -> str:
     prefixes = {".".join(site.path[:n]) for site in sites for n in range(1, len(site.path) + 1)}
     close = difflib.get_close_matches(key, prefixes, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"options['mask'] has the path {key!r}, which matches no attention of the model{hint} Sites: {_listed(sites)}"
+    return (
+        f"options['mask'] has the path {key!r}, which matches no attention of the model{hint} "
+        f"Sites: {_listed(sites)}"
+    )

@@ -18,7 +18,6 @@ from stof_compile.attention.call import KernelCall
 from stof_compile.attention.match import AttentionSite
 from stof_compile.capture import add_buffer
 from stof_compile.emit import emit
-from stof_compile.errors import StofMaskError
 
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -73,13 +72,9 @@ def and_mask_into_sdpa(
             for n, a in arguments.items()
             if n not in ("query", "key", "value", "attn_mask", "is_causal")
         }
-        out: Any = F.scaled_dot_product_attention(
-            *(proxy(arguments[n]) for n in ("query", "key", "value")),
-            attn_mask=wanted,
-            is_causal=False,
-            **rest,
-        )
-        return out
+        operands: list[Any] = [proxy(arguments[n]) for n in SDPA_ARGUMENTS[:3]]  # type: ignore[arg-type]
+        attend: Callable[..., Any] = F.scaled_dot_product_attention
+        return attend(*operands, attn_mask=wanted, is_causal=False, **rest)
 
     replace_output(gm, node, build)
 
@@ -155,9 +150,7 @@ def erase_dead(gm: GraphModule, start: Node) -> int:
 def _has_effect(node: Node) -> bool:
     """In-place methods and functions end with one underscore; torch marks other impure nodes
     itself."""
-    if node.op == "call_method":
-        name = str(node.target)
-    else:
-        name = getattr(node.target, "__name__", "")
+    method = node.op == "call_method"
+    name = str(node.target) if method else getattr(node.target, "__name__", "")
     inplace = name.endswith("_") and not name.endswith("__")
     return inplace or "out" in node.kwargs or (node.op == "call_function" and node.is_impure())

@@ -39,6 +39,7 @@ PAPER_KERNELS = {
     "cuda": {"row": "row", "block": "block"},
     "cpu": {"row": "gather", "block": "flex"},
 }
+ROW_QUERIES, ROW_KEYS = 16, 32  # beyond both the row-wise kernel is not worth its compile time
 GATE_ROWS = (
     256  # query rows a candidate is checked on against fp64, in the first and the last plane
 )
@@ -116,7 +117,13 @@ def choose(
 
     def held_choice() -> AttentionPlan | None:
         held = None if store is None else store.get("attention", problem.key)
-        return None if held is None else replace(AttentionPlan.from_dict(held), source="store")
+        if held is None:
+            return None
+        try:
+            return replace(AttentionPlan.from_dict(held), source="store")
+        except (KeyError, TypeError, AttributeError) as error:
+            logger.warning("a stored choice cannot be read (%r) and is measured anew", error)
+            return None
 
     def decide_here() -> AttentionPlan:
         found = held_choice()
@@ -149,7 +156,8 @@ def _choose_by_paper(problem: AttentionProblem, device: str) -> AttentionPlan:
 def _choose_forced(problem: AttentionProblem, kernel: str, kernels: Sequence[str]) -> AttentionPlan:
     if kernel not in kernels:
         raise StofOptionError(
-            f"attention={kernel!r} has no kernel for device {problem.device.type!r}; valid there: auto, paper, off, {', '.join(kernels)}"
+            f"attention={kernel!r} has no kernel for device {problem.device.type!r}; valid there: "
+            f"auto, paper, off, {', '.join(kernels)}"
         )
     return AttentionPlan(
         kernel, _first_config(problem, kernel), "forced", f"attention={kernel!r} was asked for"
@@ -171,10 +179,12 @@ def _choose_by_measuring(
     """Measure the plausible candidates; fall back to the decision table when the budget is
     spent."""
     table_kernel, table_config, table_reason = decide(problem)
-    candidates = [("sdpa", ())] if problem.softcap <= 0 else []
-    for kernel in KERNELS[problem.device.type]:
-        if kernel != "sdpa":
-            candidates += [(kernel, config) for config in plausible_configs(problem, kernel)]
+    candidates = [
+        (kernel, config)
+        for kernel in KERNELS[problem.device.type]
+        if kernel != "row" or _few_keys(problem)
+        for config in plausible_configs(problem, kernel)
+    ]
     # the table's choice first: what is measured before the budget ends must contain the likely
     # winner
     candidates.sort(key=lambda c: (c != (table_kernel, table_config), c[0] != "sdpa"))
@@ -219,6 +229,12 @@ def _choose_by_measuring(
     if store is not None and complete:
         store.put("attention", problem.key, plan.to_dict())
     return plan
+
+
+def _few_keys(problem: AttentionProblem) -> bool:
+    """Whether the row-wise kernel has a chance: few query rows, or few keys kept by each."""
+    density = 1.0 if problem.spec is None else float(problem.statistics["density"])
+    return problem.q_len <= ROW_QUERIES or density * problem.k_len <= ROW_KEYS
 
 
 def _measure(
@@ -279,14 +295,15 @@ def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
 
         def forward(*inputs: Any) -> Any:
             with torch.no_grad():
-                return call.run(*inputs, call.buffers)
+                q, k, v, key_keep, bias = inputs
+                return call.run(q, k, v, key_keep, bias, call.buffers)
 
         return forward
 
     def forward_backward(q: Any, k: Any, v: Any, key_keep: Any, bias: Any) -> Any:
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out = call.run(*leaves, key_keep, bias, call.buffers)
+            out = call.run(leaves[0], leaves[1], leaves[2], key_keep, bias, call.buffers)
             return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     return forward_backward
@@ -301,6 +318,7 @@ def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) 
     from stof_compile.kernels.reference import attention_reference
 
     q, k, v, key_keep, bias = inputs
+    reference: torch.Tensor
     with torch.no_grad():
         out = call.run(q, k, v, key_keep, bias, call.buffers)
     device, group = problem.device, problem.heads // problem.k.shape[1]
@@ -320,7 +338,7 @@ def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) 
         if bias is not None:
             whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
             row_bias = whole[b : b + 1, h : h + 1, rows].double()
-        reference = attention_reference(
+        reference = attention_reference(  # type: ignore[assignment]
             q[b : b + 1, h : h + 1, rows].double(),
             k[b : b + 1, h // group : h // group + 1].double(),
             v[b : b + 1, h // group : h // group + 1].double(),

@@ -120,8 +120,9 @@ def option_offset(site: AttentionSite, q_len: int, k_len: int) -> int | None:
         return 0
     if where.kind == "unknown":
         raise StofMaskError(
-            f"{site.name}: the mask of the options needs the position of the queries and it cannot be told "
-            f"({where.reason}; {q_len} queries, {k_len} keys); give the mask inside the model, or name other layers by path"
+            f"{site.name}: the mask of the options needs the position of the queries and it cannot "
+            f"be told ({where.reason}; {q_len} queries, {k_len} keys); give the mask inside the "
+            "model, or name other layers by path"
         )
     if where.kind == "position":
         return where.value

@@ -21,8 +21,9 @@ from stof_compile.masks.recognise import recognise
 from stof_compile.masks.spec import MaskSpec, PlaneShape
 
 OPERATORS = frozenset(
-    "add sub mul truediv floordiv mod neg pos pow eq ne lt le gt ge and_ or_ xor invert not_ "
-    "getitem index abs lshift rshift".split()
+    {"add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "pos", "pow", "abs", "index"}
+    | {"eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "not_"}
+    | {"getitem", "lshift", "rshift"}
 )
 FUNCTIONALS = frozenset({"pad", "one_hot", "embedding", "relu", "softmax"})
 NAMES: dict[str, Callable[..., Any]] = {

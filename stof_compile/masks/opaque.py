@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -75,7 +76,8 @@ class Opaque(MaskSpec):
                 axes = tuple(0 if index.shape[dim] != 1 else None for index in indices)
                 function = torch.vmap(function, in_dims=axes)
         squeezed = [index.reshape([size for size in index.shape if size != 1]) for index in indices]
-        return function(*squeezed).reshape(shape)
+        with _vmap_reachable():
+            return function(*squeezed).reshape(shape)
 
     def _replay(
         self, inputs: tuple[Tensor, ...], captured: list[Tensor], device: torch.device
@@ -108,6 +110,29 @@ class Opaque(MaskSpec):
         names = [name for name, _, _ in json.loads(self.graph)["steps"]]
         shown = " ".join(name.removeprefix("aten.").split(".")[0] for name in names[:6])
         return f"rule(<{shown}{' ...' if len(names) > 6 else ''}>)"
+
+
+@contextmanager
+def _vmap_reachable() -> Iterator[None]:
+    """Let vmap work below a dispatch mode, where PyTorch has switched its dispatch keys off.
+
+    An operator of a compiled graph builds its mask there: PyTorch runs custom operators under a
+    mode that checks their outputs for aliases.
+    """
+    keys = torch._C.DispatchKey
+    include, exclude = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    for key in (
+        keys.FuncTorchBatched,
+        keys.FuncTorchVmapMode,
+        keys.FuncTorchDynamicLayerFrontMode,
+        keys.FuncTorchDynamicLayerBackMode,
+    ):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
 
 
 def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:

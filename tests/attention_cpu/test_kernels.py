@@ -1,11 +1,12 @@
 """The CPU kernels against the fp64 definition: shapes, dtypes, masks, all that joins the scores."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from stof_compile.kernels.attention_cpu import attention_cpu_forward, cpu_kernels, default_block
-from stof_compile.kernels.attention_cpu_gather import STRIP_ELEMENTS
+from stof_compile.kernels.attention_cpu_strips import STRIP_BYTES, plane_plan
 from stof_compile.kernels.reference import attention_reference
 
 import stof_compile.ops_cpu  # noqa: F401
@@ -19,6 +20,8 @@ MASKS: dict[str, MaskSpec] = {
     "bigbird": masks.bigbird(20, 5, 0.2, random_block=32),
     "dense": masks.dense(),
     "nothing": ~masks.dense(),
+    "window": masks.sliding_window(20),
+    "causal-window": masks.sliding_window(30, causal=True),
     "rows-without-keys": masks.sliding_window(7) & ~masks.global_tokens(3),
     "per-head": masks.per_head(
         [masks.causal(), masks.longformer(3, 2), masks.causal(), masks.causal()]
@@ -35,6 +38,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "softcap-bias": {"softcap": 2.0, "bias": (0, 0, 1, 1)},
     "bf16": {"dtype": torch.bfloat16},
     "fp16": {"dtype": torch.float16},
+    "bf16-tall-tiles": {"dtype": torch.bfloat16, "block": (64, 16), "padding": True},
+    "cut-rows": {"block": (64, 16), "bias": (0, 1, 1, 1), "token_major": True},
     "fp64-tall-tiles": {"dtype": torch.float64, "block": (64, 32)},
     "value-dim-larger": {"value_dim": 24},
     "head-dim-larger": {"head_dim": 24},
@@ -117,8 +122,51 @@ def test_flex_equals_reference(mask: str, fresh_dynamo: None) -> None:
 
 def test_strips_of_a_long_sequence() -> None:
     # more than one strip in a bucket
-    assert STRIP_ELEMENTS < 1024 * 4 * 64 * 32
+    assert STRIP_BYTES < 1500 * 4 * 256 * 4
     run("gather", masks.longformer(100, 10), 1500, 1500, kv_heads=4, head_dim=256, value_dim=256)
+
+
+def attend(block_mask: masks.BlockMask, arrays: Sequence[torch.Tensor]) -> None:
+    """Compare the gather kernel over ``arrays`` with the dense form of ``block_mask``."""
+    q = torch.randn(1, 2, block_mask.q_len, 16, generator=torch.Generator().manual_seed(0))
+    block = (block_mask.block_q, block_mask.block_k)
+    out, _ = attention_cpu_forward(
+        q, q, q, arrays, None, None, 0.25, 0.0, 0, [], block, False, "gather"
+    )
+    assert_close(out, attention_reference(*(q.double(),) * 3, block_mask.to_dense(), scale=0.25))
+
+
+def test_plan_follows_the_arrays_contents() -> None:
+    # masks with equal shapes, one after the other at the same addresses
+    first, second = (
+        masks.build_block_mask(masks.from_tensor(keep), 128, 128, (32, 16))
+        for keep in (torch.ones(128, 128).tril().bool(), torch.ones(128, 128).triu().bool())
+    )
+    arrays = [t.clone() for t in first.tensors]
+    attend(first, arrays)
+    for held, new in zip(arrays, second.tensors, strict=True):
+        held.copy_(new)
+    attend(second, arrays)
+    attend(first, [t.clone() for t in first.tensors])
+    with torch.inference_mode():
+        arrays = [t.clone() for t in first.tensors]
+        attend(first, arrays)
+        for held, new in zip(arrays, second.tensors, strict=True):
+            held.copy_(new)
+        attend(second, arrays)
+    attend(first, first.tensors)
+
+
+def test_windows_are_read_in_place() -> None:
+    block_mask = masks.build_block_mask(masks.sliding_window(32), 1024, 1024, (32, 16))
+    plan = plane_plan(block_mask.tensors[1:6], 0, 32, 64, (32, 16), torch.float32, 4096)
+    assert plan.complete
+    assert sum(s.rows.shape[0] for s in plan.strips if s.run is not None) == 32
+    assert len(plan.strips) <= 5
+    mixed = masks.build_block_mask(masks.longformer(32, 16), 1024, 1024, (64, 16))
+    plan = plane_plan(mixed.tensors[1:6], 0, 16, 64, (64, 16), torch.float32, 4096)
+    # the 16 global queries alone read every key
+    assert [s.height for s in plan.strips if s.whole] == [16]
 
 
 def test_query_offset_shifts_the_mask() -> None:

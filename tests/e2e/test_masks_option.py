@@ -16,7 +16,6 @@ from models import (
     nn_decoder,
     nn_mha,
     padding_mask,
-    token_ids,
 )
 from running import NO_TIMING, assert_same, masked, without_inductor
 from torch import nn
@@ -42,7 +41,7 @@ def statuses(fast):
     return {site.name: site.status for site in explain(fast).sites}
 
 
-# -- joined with what the model masks ---------------------------------------------------------------
+# -- joined with what the model masks --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -103,7 +102,7 @@ def test_a_tensor_of_another_length_is_an_error():
         compile_with(model, torch.ones(16, 16, dtype=torch.bool))(**inputs)
 
 
-# -- by path -----------------------------------------------------------------------------------------
+# -- by path ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -123,7 +122,9 @@ def test_paths_choose_layers():
 @torch.no_grad()
 def test_an_unmatched_path_is_an_error_in_one_graph():
     model, inputs = hf_bert("sdpa", False)
-    with pytest.raises(StofMaskError, match=r"'encoder\.layr\.0'.*did you mean 'encoder\.layer\.0'"):
+    with pytest.raises(
+        StofMaskError, match=r"'encoder\.layr\.0'.*did you mean 'encoder\.layer\.0'"
+    ):
         compile_with(model, {"encoder.layr.0": WINDOW})(**inputs)
 
 
@@ -178,7 +179,7 @@ def test_one_mask_in_a_submodule_compiled_alone():
     assert site.status == "rewritten"
 
 
-# -- cross-attention ---------------------------------------------------------------------------------
+# -- cross-attention -------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -210,7 +211,7 @@ def test_cross_attention_of_a_transformer_decoder():
     assert_same(compile_with(model, WINDOW)(**inputs), expected)
 
 
-# -- the position of the queries ---------------------------------------------------------------------
+# -- the position of the queries -------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -301,7 +302,7 @@ def test_fewer_queries_than_keys_end_with_the_keys():
             assert_same(compile_with(Attend(), mask, attention=attention)(x), expected)
 
 
-# -- attention that is not rewritten -----------------------------------------------------------------
+# -- attention that is not rewritten ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padded", [False, True])

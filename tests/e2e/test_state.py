@@ -1,0 +1,170 @@
+"""Nothing a user owns changes: buffers, caches, random numbers; what is on disk is safe."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import BATCH, LENGTH, hf_bert, hf_llama, token_ids
+from running import assert_same, masked, without_inductor
+from torch import nn
+
+from stof_compile import explain, masks
+from stof_compile.attention import select
+
+WINDOW = masks.sliding_window(4)
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch, fresh_dynamo):
+    monkeypatch.setattr("stof_compile.backend.compile_with_inductor", without_inductor)
+
+
+def tuned(folder, **options):
+    return {"tune_budget_s": 30, "mask": WINDOW, "cache_dir": folder, "strict": True, **options}
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer and keeps a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(64, 192)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(0.1 * x.mean((0, 1)))
+        q, k, v = self.proj(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return y.transpose(1, 2).flatten(2) + self.mean + torch.rand_like(x)
+
+
+@torch.no_grad()
+def test_buffers_and_random_numbers_after_tuning(tmp_path):
+    x = torch.randn(BATCH, LENGTH, 64)
+    reference, model = Counting(), Counting()
+    torch.manual_seed(3)
+    with masked(WINDOW):
+        expected = [reference(x) for _ in range(2)]
+    after = torch.get_rng_state()
+    fast = torch.compile(model, backend="stof", options=tuned(tmp_path))
+    torch.manual_seed(3)
+    found = [fast(x) for _ in range(2)]
+    assert_same(found, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert int(model.calls) == 2
+    assert torch.equal(model.mean, reference.mean)
+    assert explain(fast).sites[0].choice.source == "measured"
+
+
+@torch.no_grad()
+def test_a_cache_after_tuning(tmp_path):
+    from transformers import StaticCache
+
+    model, _ = hf_llama("sdpa", False)
+    mask, ids = masks.sliding_window(6, causal=True), token_ids(13)
+
+    def generate(forward):
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        for a, b in ((0, 12), (12, 13)):
+            forward(ids[:, a:b].clone(), past_key_values=cache, use_cache=True)
+        return [t for layer in cache.layers for t in (layer.keys, layer.values)]
+
+    with masked(
+        mask
+    ):  # exact for the prefill; the decoded token's window is masked by its position
+        expected = generate(model)
+    options = tuned(tmp_path, mask=mask, strict=False)
+    found = generate(torch.compile(model, backend="stof", options=options))
+    assert_same([t[:, :, :12] for t in found], [t[:, :, :12] for t in expected])
+    assert all(float(t[:, :, 13:].abs().max()) == 0 for t in found)
+
+
+def fail(*args, **kwargs):
+    raise AssertionError("measured again")
+
+
+@torch.no_grad()
+def test_a_corrupt_store_is_measured_anew(tmp_path, caplog):
+    model, inputs = hf_bert("sdpa", False)
+    fast = torch.compile(model, backend="stof", options=tuned(tmp_path))
+    expected = fast(**inputs)
+    files = [path for path in tmp_path.rglob("*.json") if "attention" in str(path)]
+    assert files
+    for path in files:
+        path.write_text('{"kernel": "fl')
+    torch._dynamo.reset()
+    again = torch.compile(model, backend="stof", options=tuned(tmp_path))
+    assert_same(again(**inputs), expected)
+    assert explain(again).sites[0].choice.source == "measured"
+    assert any(record.levelname == "WARNING" for record in caplog.records)
+
+
+@torch.no_grad()
+def test_an_unknown_entry_of_the_store_is_measured_anew(tmp_path):
+    model, inputs = hf_bert("sdpa", False)
+    torch.compile(model, backend="stof", options=tuned(tmp_path))(**inputs)
+    for path in tmp_path.rglob("*.json"):
+        body = json.loads(path.read_text())
+        for part in (body, body.get("value", {})):
+            part.pop("kernel", None)
+        path.write_text(json.dumps(body))
+    torch._dynamo.reset()
+    again = torch.compile(model, backend="stof", options=tuned(tmp_path))
+    again(**inputs)
+    assert explain(again).sites[0].choice.source == "measured"
+
+
+SCRIPT = """
+import sys
+import torch
+from models import hf_bert
+from running import without_inductor
+import stof_compile.backend as backend
+from stof_compile import explain, masks
+
+backend.compile_with_inductor = without_inductor
+model, inputs = hf_bert("sdpa", False)
+options = {"tune_budget_s": 60, "mask": masks.sliding_window(4), "cache_dir": sys.argv[1]}
+fast = torch.compile(model, backend="stof", options=options)
+with torch.no_grad():
+    fast(**inputs)
+choice = explain(fast).sites[0].choice
+print("RESULT", choice.source, choice.kernel, flush=True)
+"""
+
+
+def start(folder):
+    paths = os.pathsep.join(str(p) for p in (TESTS, TESTS.parent))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def result(process):
+    text = process.communicate(timeout=200)[0]
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("RESULT")]
+    assert lines, text
+    return tuple(lines[0])
+
+
+@torch.no_grad()
+def test_processes_share_what_was_measured(tmp_path, monkeypatch):
+    both = [result(process) for process in [start(tmp_path), start(tmp_path)]]
+    assert sorted(source for source, _ in both) == ["measured", "store"]
+    assert len({kernel for _, kernel in both}) == 1
+    monkeypatch.setattr(select, "_measure", fail)  # a third process, later
+    model, inputs = hf_bert("sdpa", False)
+    fast = torch.compile(model, backend="stof", options=tuned(tmp_path))
+    fast(**inputs)
+    choice = explain(fast).sites[0].choice
+    assert (choice.source, choice.kernel) == ("store", both[0][1])
