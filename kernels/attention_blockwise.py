@@ -47,8 +47,8 @@ class BlockConfig(NamedTuple):
     block_k: int = 64  # keys of a tile, as in the block mask
     num_warps: int = 4
     num_stages: int = 3  # depth of the load pipeline
-    # 1 part, 2 full, 3 part then full, 4 one loop, 5 one loop with a branch; 6 and 7 as 4 and 5 with
-    # the tiles computed from the band instead of read
+    # 1 part, 2 full, 3 part then full, 4 one loop, 5 one loop with a branch; 6 and 7 as 4 and 5
+    # with the tiles computed from the band instead of read
     loops: int = 3
     heads_fast: int = 0  # 1: neighbouring programs work on the same row of other heads
     heavy_first: int = 1  # 1: rows in row_order, 0: rows in their own order (one load less)
@@ -69,7 +69,7 @@ _TILES = (
     (16, 16, 2),
     (16, 16, 4),
 )
-# Where 64 rows a program leave most of the GPU idle, more and smaller programs shorten the critical path.
+# Where 64 rows a program leave most of the GPU idle, smaller programs shorten the critical path.
 _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
 _FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,10 +21,11 @@ def config_patches(options: StofOptions) -> dict[str, Any]:
 def compile_with_inductor(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: StofOptions
 ) -> Callable[..., Any]:
-    """Compile a torch-level graph as ``torch.compile`` would, mode and settings of ``options`` applied.
+    """Compile a torch-level graph as ``torch.compile`` would, with the mode and settings given.
 
     Takes ownership of ``gm``.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs), config_patches=config_patches(options) or None)
+    compiled = compile_fx(gm, list(example_inputs), config_patches=config_patches(options) or None)
+    return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes

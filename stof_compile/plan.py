@@ -1,7 +1,7 @@
 """Plan: what was decided for a graph, serialisable.
 
-A plan is the only thing selection and search return. It holds no tensor and no callable, so it can be written to
-disk, compared, and replayed on another machine of the same kind.
+A plan is the only thing selection and search return. It holds no tensor and no callable, so it can
+be written to disk, compared, and replayed on another machine of the same kind.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class AttentionPlan:
 
     Args:
         kernel, config: the winner (see :class:`Candidate`).
-        source: where the choice comes from: ``measured`` | ``store`` | ``table`` | ``paper`` | ``forced`` |
-            ``plan`` | ``only`` (nothing else fits).
+        source: where the choice comes from: ``measured`` | ``store`` | ``table`` | ``paper`` |
+            ``forced`` | ``plan`` | ``only`` (nothing else fits).
         reason: one sentence for people.
         candidates: all that was considered, the winner included.
     """
@@ -110,7 +110,8 @@ class Plan:
             body = json.loads(text)
             if body["version"] != PLAN_VERSION:
                 raise StofPlanError(
-                    f"{where}: plan version {body['version']}, this STOF reads version {PLAN_VERSION}; tune again to write a new plan"
+                    f"{where}: plan version {body['version']}, this STOF reads version "
+                    f"{PLAN_VERSION}; tune again to write a new plan"
                 )
             entries = {
                 key: AttentionPlan.from_dict(value) for key, value in body["attention"].items()
@@ -137,6 +138,7 @@ class Plan:
         plan = Plan.from_json(text, where=f"plan {path}")
         if plan.environment != environment:
             raise StofPlanError(
-                f"plan {path} was made for {plan.environment!r}, here is {environment!r}; a plan holds only for the same device and versions: tune again"
+                f"plan {path} was made for {plan.environment!r}, here is {environment!r}; a plan "
+                "holds only for the same device and versions: tune again"
             )
         return plan

@@ -1,7 +1,8 @@
-"""Property: whatever the mask, lengths, head dims, groups and dtype, attention equals the fp64 oracle.
+"""Property: whatever mask, lengths, head dims, groups and dtype, attention equals the oracle.
 
-On the CPU the gather and SDPA kernels are drawn, on a GPU the block-wise and row-wise ones (their interpreter tests
-are in tests/kernels). FlexAttention compiles for every shape and has its own, fixed cases in tests/attention_cpu.
+On the CPU the gather and SDPA kernels are drawn, on a GPU the block-wise and row-wise ones (their
+interpreter tests are in tests/kernels). FlexAttention compiles for every shape and has its own,
+fixed cases in tests/attention_cpu.
 """
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from close import assert_close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks, sparse_attention
 from stof_compile.attention.functional import attention_kernel
-from stof_compile.kernels.reference import attention_reference
 
 HEAD_DIMS = (16, 24, 32, 64, 72, 80, 96, 128)
 

@@ -12,7 +12,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan"}),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "measure", "store", "capture", "normalize"}
-        | {"compiled_root", "emit", "expand_multihead", "node_ops", "static_values"}  # parts of normalize, capture
+        | {
+            "compiled_root",
+            "emit",
+            "expand_multihead",
+            "node_ops",
+            "static_values",
+        }  # parts of normalize, capture
     ),
     frozenset({"attention", "templates"}),
     frozenset({"search"}),

@@ -101,7 +101,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
 
 
 def _cudnn_serves(problem: AttentionProblem) -> bool:
-    """Whether cuDNN computes exactly this: dense or causal, inference, half precision, no groups."""
+    """Whether cuDNN computes just this: dense or causal, inference, half precision, no groups."""
     return (
         problem.device.type == "cuda"
         and torch.version.hip is None

@@ -186,7 +186,7 @@ class BlockMask:
 
     @cached_property
     def is_band(self) -> bool:
-        """True when the whole mask is its ``band``: a kernel may compute the tiles and read none."""
+        """True when the mask is its ``band`` and no more: a kernel may compute the tiles."""
         if self.band is None or self.planes != 1:
             return False
         tile = (self.block_q, self.block_k)

@@ -1,4 +1,4 @@
-"""Which mask goes to which site: whole path components, longest key, cross-attention only when named."""
+"""Which mask goes to which site: whole components, longest key, cross-attention when named."""
 
 from dataclasses import dataclass
 
@@ -72,7 +72,9 @@ def test_unmatched_path_is_an_error_in_a_one_graph_model():
 
 
 def test_unmatched_path_is_listed_when_there_are_more_graphs():
-    assert resolve({"pooler": WINDOW, "encoder.layer.1": WINDOW}, whole_model=False).unmatched == ("pooler",)
+    assert resolve({"pooler": WINDOW, "encoder.layer.1": WINDOW}, whole_model=False).unmatched == (
+        "pooler",
+    )
 
 
 def test_paths_in_a_submodule_graph_are_an_error():

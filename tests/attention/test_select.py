@@ -1,4 +1,4 @@
-"""Selection: Equation 1 as recovered, the measured choice under a fake timer, the store, forced kernels."""
+"""Selection: Equation 1, the measured choice under a fake timer, the store, forced kernels."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from stof_compile.attention import select
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.select import Budget, choose, paper_choice
 from stof_compile.errors import StofOptionError
-from stof_compile.measure import Timing
 from stof_compile.options import StofOptions
 from stof_compile.plan import Candidate, Plan
 from stof_compile.store import Store
@@ -49,7 +48,9 @@ def timer(monkeypatch):
 
     def fake(problem, kernel, config, generator):
         measured.append(kernel)
-        return Candidate(kernel, config, "measured", times[kernel], times[kernel], times[kernel], 1e-6)
+        return Candidate(
+            kernel, config, "measured", times[kernel], times[kernel], times[kernel], 1e-6
+        )
 
     monkeypatch.setattr(select, "_measure", fake)
     fake.times, fake.measured = times, measured
@@ -68,13 +69,21 @@ def test_the_fastest_measured_kernel_wins_and_is_kept(timer, tmp_path):
 
 def test_sdpa_wins_when_it_is_faster(timer, tmp_path):
     timer.times["sdpa"] = 1.0
-    assert choose(problem(masks.causal()), StofOptions(), Store(tmp_path, "here"), Budget(60)).kernel == "sdpa"
+    assert (
+        choose(problem(masks.causal()), StofOptions(), Store(tmp_path, "here"), Budget(60)).kernel
+        == "sdpa"
+    )
 
 
 def test_a_spent_budget_keeps_what_was_measured_and_stores_nothing(timer, tmp_path):
     now = iter([0.0, 0.0, 5.0, 20.0, 30.0, 40.0])
     store = Store(tmp_path, "here")
-    plan = choose(problem(masks.sliding_window(4)), StofOptions(), store, Budget(10.0, clock=lambda: next(now)))
+    plan = choose(
+        problem(masks.sliding_window(4)),
+        StofOptions(),
+        store,
+        Budget(10.0, clock=lambda: next(now)),
+    )
     assert plan.source == "measured"
     assert [c.status for c in plan.candidates].count("predicted") == 1
     assert store.get("attention", problem(masks.sliding_window(4)).key) is None

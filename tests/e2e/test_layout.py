@@ -1,4 +1,4 @@
-"""The attention output has the layout the next linear reads: no transpose copy remains in the compiled graph."""
+"""The attention output has the layout the next linear reads: no transpose copy remains."""
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
 bf16 is left out: the interpreter multiplies bf16 tiles as integers. The GPU tests cover it.
 """
 
-from dataclasses import dataclass, replace, field, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
