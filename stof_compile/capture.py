@@ -185,7 +185,9 @@ def add_buffer(gm: GraphModule, name: str, tensor: Tensor) -> Node:
                 return readers[0]
         count += 1
         unique = f"{name}_{count}"
-    gm.register_buffer(unique, tensor, persistent=False)
+    # a persistent one: torch keeps the names of the others in a set, whose order changes with the
+    # process, and with it the key of the compile caches
+    gm.register_buffer(unique, tensor)
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
         sources[unique] = ConstantSource(unique)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stof_compile.errors import StofUnsupportedError
-from stof_compile.masks import MaskSpec, cached_block_mask
+from stof_compile.masks import BlockMask, MaskSpec, cached_block_mask
 from stof_compile.ops_block import (
     attention_gradient,
     fake_attention,
@@ -30,8 +30,6 @@ __all__ = [
     "load_launcher",
     "save_attention",
 ]
-
-_CPU_BLOCK = 32  # tile edge of the CPU kernels
 
 
 @torch.library.custom_op("stof::attention_rule", mutates_args=())
@@ -73,12 +71,14 @@ def attention_rule(
         operator, config = _device_choice(kernel, q_len, head_dim, v.shape[3], q)
     else:
         from stof_compile import ops_cpu  # noqa: F401  # registers stof::attention_cpu
+        from stof_compile.kernels.attention_cpu import default_block
 
-        operator, config = torch.ops.stof.attention_cpu, [_CPU_BLOCK, _CPU_BLOCK]
+        operator = torch.ops.stof.attention_cpu
+        config = [32, 32] if kernel == "flex" else list(default_block(q.dtype))
     tile = (config[0], config[1])
     block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    chosen = [] if q.is_cuda else [_cpu_choice(kernel, q, k, v, bias, return_lse)]
+    chosen = [] if q.is_cuda else [_cpu_choice(kernel, q.dtype, block_mask, softcap, return_lse)]
     out, lse = operator(
         q, k, v, *block_mask.tensors, key_keep, bias, scale, softcap, q_offset, band, config,
         return_lse, *chosen,
@@ -264,18 +264,17 @@ def _attend_dense(
 
 
 def _cpu_choice(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, return_lse: bool
+    kernel: str, dtype: torch.dtype, block_mask: BlockMask, softcap: float, return_lse: bool
 ) -> str:
-    """CPU kernel: the one asked for, else FlexAttention where it can run, else gathered tiles."""
-    if kernel not in ("auto", "block", "row"):
+    """CPU kernel: the one asked for, else the one the table prefers at this density."""
+    if kernel in ("flex", "gather"):
         return kernel
-    from stof_compile.kernels.attention_cpu_flex import flex_refusal
+    from stof_compile.kernels.attention_cpu import preferred_cpu_kernel
 
-    refusal = flex_refusal(
-        q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], (_CPU_BLOCK, _CPU_BLOCK),
-        bias is not None, return_lse,
-    )  # fmt: skip
-    return "flex" if refusal is None else "gather"
+    tiles = max(1, block_mask.planes * block_mask.rows * block_mask.cols)
+    return preferred_cpu_kernel(
+        dtype, block_mask.col_idx.numel() / tiles, softcap=softcap, return_lse=return_lse
+    )
 
 
 def _device_choice(

@@ -199,6 +199,9 @@ def test_forced_kernel(kernel: str) -> None:
 
 def test_default_kernel() -> None:
     assert default_kernel("cpu", 0.1, 100) == "gather"
+    assert default_kernel("cpu", 0.5, 100) == "gather"
+    assert default_kernel("cpu", 0.5, 100, dtype=torch.bfloat16) == "sdpa"
+    assert default_kernel("cpu", 0.5, 100, dtype=torch.bfloat16, return_lse=True) == "gather"
     assert default_kernel("cuda", 0.1, 100) == "block"
     assert default_kernel("cuda", 0.1, 1) == "row"
     assert default_kernel("cpu", 0.9, 100) == "sdpa"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stof_compile.attention.call import CUDNN
+from stof_compile.attention.functional import default_kernel
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 
@@ -16,18 +17,12 @@ if TYPE_CHECKING:
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
-PREFERRED = {"cuda": ("block",), "cpu": ("gather", "flex")}  # gather needs no compiler seconds
-SPARSE_WINS_BELOW = 0.6  # tile density under which a sparse kernel is taken without measuring
-
-
-def _tile_density(problem: AttentionProblem) -> float:
-    stats = problem.statistics
-    touched = stats["full_tiles"] + stats["part_tiles"]
-    return float(touched / max(1, touched + stats["empty_tiles"]))
 
 
 def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
     """Return kernel, config and the reason, from the problem alone.
+
+    The kernel is `functional.default_kernel`'s, the config the first that fits.
 
     Raises:
         StofUnsupportedError: a softcap, which SDPA lacks, on a problem that no kernel takes.
@@ -35,25 +30,32 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
     capped = problem.softcap > 0
     if problem.spec is None and not capped:
         return "sdpa", (), "no mask: the library kernels are the best dense ones"
-    kernel, configs = _first_that_fits(problem)
-    if not configs and capped:
-        raise StofUnsupportedError(f"no kernel takes a softcap at {problem.describe()}")
-    if not configs:
-        return "sdpa", (), f"no sparse kernel takes {problem.describe()}"
     if problem.training and not capped:
         return "sdpa", (), "training without measurements stays with SDPA's own backward"
-    touched = f"{_tile_density(problem):.0%} of the tiles are touched"
-    if not capped and _tile_density(problem) > SPARSE_WINS_BELOW:
-        return "sdpa", (), f"{touched}: too dense for a sparse kernel"
-    return kernel, configs[0], touched
+    density = _tile_density(problem)
+    kernel = default_kernel(
+        problem.device.type,
+        density,
+        problem.q_len,
+        dtype=problem.q.dtype,
+        softcap=problem.softcap,
+    )
+    configs = plausible_configs(problem, kernel)
+    if configs:
+        return kernel, configs[0], f"{density:.0%} of the tiles are touched"
+    if capped:
+        raise StofUnsupportedError(f"no kernel takes a softcap at {problem.describe()}")
+    return "sdpa", (), f"no sparse kernel takes {problem.describe()}"
 
 
-def _first_that_fits(problem: AttentionProblem) -> tuple[str, list[tuple[int, ...]]]:
-    for kernel in PREFERRED[problem.device.type]:
-        configs = plausible_configs(problem, kernel)
-        if configs:
-            return kernel, configs
-    return "sdpa", []
+def _tile_density(problem: AttentionProblem) -> float:
+    tile = (64, 64)
+    if problem.device.type == "cpu":
+        from stof_compile.kernels.attention_cpu import default_block
+
+        tile = default_block(problem.q.dtype)
+    mask = problem.block_mask(tile)
+    return mask.col_idx.numel() / max(1, mask.planes * mask.rows * mask.cols)
 
 
 def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int, ...]]:

@@ -14,8 +14,9 @@ from torch import Tensor
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
+from stof_compile.attention.operands import check_operands
 from stof_compile.attention.trace_rule import trace_rule
-from stof_compile.errors import StofError, StofOptionError, StofUnsupportedError
+from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 
 KERNELS = ("row", "block", "gather", "flex", "sdpa")
@@ -76,8 +77,9 @@ def sparse_attention(
 
     Works eagerly and inside ``torch.compile`` of any backend without a graph break;
     ``backend="stof"`` treats the call as an attention site. Eagerly the kernel is chosen by the
-    part of the mask's tiles that are touched: up to 60 % the sparse kernel of the device (CUDA:
-    block-wise, CPU: gather), above it SDPA; `attention_kernel` overrides that.
+    part of the mask's tiles that are touched: up to 60 % (half types on the CPU: 45 %) the sparse
+    kernel of the device (CUDA: block-wise, CPU: gather), above it SDPA; `attention_kernel`
+    overrides that.
 
     Args:
         q: [batch, heads, q_len, head_dim], any strides.
@@ -106,7 +108,7 @@ def sparse_attention(
         StofUnsupportedError: the forced kernel does not exist on this device or cannot do what is
             asked.
     """
-    _check(q, k, v, key_keep, bias, enable_gqa)
+    check_operands(q, k, v, key_keep, bias, enable_gqa)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     dense_only = softcap <= 0 and not return_lse
     if torch.compiler.is_dynamo_compiling():
@@ -137,6 +139,7 @@ def default_kernel(
     tile_density: float,
     q_len: int,
     *,
+    dtype: torch.dtype = torch.float32,
     softcap: float = 0.0,
     return_lse: bool = False,
 ) -> str:
@@ -145,12 +148,14 @@ def default_kernel(
     Args:
         device_type: "cuda" or "cpu". tile_density: touched / all tiles of the mask.
         q_len: queries; a single one on CUDA takes the row-wise kernel.
-        softcap, return_lse: what SDPA has not.
+        dtype: of q, k and v. softcap, return_lse: what SDPA has not.
     """
+    if device_type == "cpu":
+        from stof_compile.kernels.attention_cpu import preferred_cpu_kernel
+
+        return preferred_cpu_kernel(dtype, tile_density, softcap=softcap, return_lse=return_lse)
     if tile_density > SPARSE_WINS_BELOW and softcap <= 0 and not return_lse:
         return "sdpa"
-    if device_type == "cpu":
-        return "gather"
     return "row" if q_len == 1 else "block"
 
 
@@ -191,7 +196,9 @@ def _attend(
         touched = block_mask.col_idx.numel() / max(
             1, block_mask.planes * block_mask.rows * block_mask.cols
         )
-        kernel = default_kernel(device, touched, q.shape[2], softcap=softcap, return_lse=return_lse)
+        kernel = default_kernel(
+            device, touched, q.shape[2], dtype=q.dtype, softcap=softcap, return_lse=return_lse
+        )
     if kernel == "sdpa" and device == "cuda":
         if return_lse:
             raise StofUnsupportedError(
@@ -291,61 +298,3 @@ def _sdpa(
         mask = bias if mask is None else torch.where(mask, bias, -float("inf"))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-
-
-# -- checks ------------------------------------------------------------------------------------
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, key_keep: Tensor | None, bias: Tensor | None, enable_gqa: bool
-) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise StofError(
-            "sparse_attention: q, k and v have 4 dimensions [batch, heads, length, dim]; "
-            f"got {q.dim()}, {k.dim()}, {v.dim()}"
-        )
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise StofError(
-            "sparse_attention: q [B,H,Q,D], k [B,G,K,D] and v [B,G,K,E] must agree; "
-            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
-    if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
-        raise StofError(
-            f"sparse_attention: q, k and v share one float dtype; "
-            f"got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if q.device != k.device or q.device != v.device:
-        raise StofError(
-            f"sparse_attention: q, k and v are on one device; "
-            f"got {q.device}, {k.device}, {v.device}"
-        )
-    if q.shape[1] != k.shape[1] and not enable_gqa:
-        raise StofError(
-            f"sparse_attention: q has {q.shape[1]} heads and k has {k.shape[1]}; "
-            "pass enable_gqa=True to share them"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise StofError(
-            f"sparse_attention: q's {q.shape[1]} heads are no multiple of k's {k.shape[1]}"
-        )
-    if key_keep is not None and (
-        key_keep.dtype != torch.bool
-        or key_keep.dim() != 2
-        or key_keep.shape[0] not in (1, q.shape[0])
-        or key_keep.shape[1] != k.shape[2]
-    ):
-        raise StofError(
-            f"sparse_attention: key_keep is bool [1 or {q.shape[0]}, {k.shape[2]}]; "
-            f"got {key_keep.dtype} {list(key_keep.shape)}"
-        )
-    if bias is not None:
-        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        fits = bias.dim() <= 4 and all(
-            size in (1, wanted)
-            for size, wanted in zip(reversed(bias.shape), reversed(full), strict=False)
-        )
-        if not bias.is_floating_point() or not fits:
-            raise StofError(
-                f"sparse_attention: bias is a float tensor broadcastable to {list(full)}; "
-                f"got {bias.dtype} {list(bias.shape)}"
-            )

@@ -34,7 +34,7 @@ from stof_compile.store import Store
 logger = logging.getLogger("stof_compile")
 
 TAU = 1.2  # Equation 1 of the paper
-KERNELS = {"cuda": ("block", "row", "sdpa"), "cpu": ("flex", "gather", "sdpa")}
+KERNELS = {"cuda": ("block", "row", "sdpa"), "cpu": ("gather", "flex", "sdpa")}
 PAPER_KERNELS = {
     "cuda": {"row": "row", "block": "block"},
     "cpu": {"row": "gather", "block": "flex"},

@@ -1,7 +1,8 @@
 """Coverage matrix: every model of the zoo through ``torch.compile(backend="stof")``.
 
 Each row states that all attention layers are found, that the compiled model computes what the eager
-one does, and that STOF adds no graph break. ``STOF_WRITE_COVERAGE=1`` writes the rows to docs/coverage.md.
+one does, and that STOF adds no graph break. ``STOF_WRITE_COVERAGE=1`` with ``STOF_COVERAGE_ROWS=DIR``
+writes the rows to docs/coverage.md.
 """
 
 import json

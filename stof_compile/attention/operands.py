@@ -1,0 +1,68 @@
+"""Checks of what users hand to sparse attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stof_compile.errors import StofError
+
+
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, key_keep: Tensor | None, bias: Tensor | None, enable_gqa: bool
+) -> None:
+    """Check shapes, dtypes and devices of `sparse_attention`'s operands.
+
+    Raises:
+        StofError: something does not fit; the message shows what came and what is wanted.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise StofError(
+            "sparse_attention: q, k and v have 4 dimensions [batch, heads, length, dim]; "
+            f"got {q.dim()}, {k.dim()}, {v.dim()}"
+        )
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise StofError(
+            "sparse_attention: q [B,H,Q,D], k [B,G,K,D] and v [B,G,K,E] must agree; "
+            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
+        raise StofError(
+            f"sparse_attention: q, k and v share one float dtype; "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if q.device != k.device or q.device != v.device:
+        raise StofError(
+            f"sparse_attention: q, k and v are on one device; "
+            f"got {q.device}, {k.device}, {v.device}"
+        )
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise StofError(
+            f"sparse_attention: q has {q.shape[1]} heads and k has {k.shape[1]}; "
+            "pass enable_gqa=True to share them"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise StofError(
+            f"sparse_attention: q's {q.shape[1]} heads are no multiple of k's {k.shape[1]}"
+        )
+    if key_keep is not None and (
+        key_keep.dtype != torch.bool
+        or key_keep.dim() != 2
+        or key_keep.shape[0] not in (1, q.shape[0])
+        or key_keep.shape[1] != k.shape[2]
+    ):
+        raise StofError(
+            f"sparse_attention: key_keep is bool [1 or {q.shape[0]}, {k.shape[2]}]; "
+            f"got {key_keep.dtype} {list(key_keep.shape)}"
+        )
+    if bias is not None:
+        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        fits = bias.dim() <= 4 and all(
+            size in (1, wanted)
+            for size, wanted in zip(reversed(bias.shape), reversed(full), strict=False)
+        )
+        if not bias.is_floating_point() or not fits:
+            raise StofError(
+                f"sparse_attention: bias is a float tensor broadcastable to {list(full)}; "
+                f"got {bias.dtype} {list(bias.shape)}"
+            )
