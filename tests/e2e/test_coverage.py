@@ -1,7 +1,8 @@
 """Coverage matrix: every model of the zoo through ``torch.compile(backend="stof")``.
 
 Each row states that all attention layers are found, that the compiled model computes what the eager
-one does, and that STOF adds no graph break. ``STOF_WRITE_COVERAGE=1`` with ``STOF_COVERAGE_ROWS=DIR``
+one does, and that STOF adds no graph break. With ``STOF_COVERAGE_ROWS=DIR STOF_WRITE_COVERAGE=1``
+the rows go to docs/coverage.md.
 writes the rows to docs/coverage.md.
 """
 
