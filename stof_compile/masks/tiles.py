@@ -72,6 +72,12 @@ class Grid:
             ragged = ragged | (col == self.cols - 1)
         return ragged
 
+    def area_inside(self, row: Tensor, col: Tensor) -> Tensor:
+        """Elements of each tile that belong to the mask, int64."""
+        q_first, k_first = (row % self.rows) * self.block_q, col * self.block_k
+        inside_q = (self.q_len - q_first).clamp(max=self.block_q)
+        return inside_q * (self.k_len - k_first).clamp(max=self.block_k)
+
     @property
     def has_ragged(self) -> bool:
         """True when some tile sticks out."""
@@ -120,6 +126,14 @@ def list_tiles(spec: MaskSpec, grid: Grid) -> TileList:
     found = (
         torch.full_like(kept, MIXED).masked_fill(kept == 0, EMPTY).masked_fill(kept == area, FULL)
     )
+    if grid.has_ragged:
+        # a tile the rule could not classify may turn out full as far as the mask reaches
+        whole = (kept == grid.area_inside(row[mixed], col[mixed])) & (kept < area)
+        missed = mixed[whole & ~sticks_out[mixed]]
+        clipped_full = tuple(
+            torch.cat([known, one[missed]])
+            for known, one in zip(clipped_full, (row, col), strict=True)
+        )
     kind[mixed] = found.to(torch.int8)
     bitmap_id[mixed] = tile_id
     left = torch.nonzero(kind).squeeze(1)

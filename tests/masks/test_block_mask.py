@@ -170,3 +170,11 @@ def test_gpu_builds_the_same(spec, block):
     host = masks.build_block_mask(spec, 1000, 1000, block, heads=3)
     device = masks.build_block_mask(spec, 1000, 1000, block, heads=3, device="cuda")
     assert host == device and host.band == device.band
+
+
+def test_band_of_a_ragged_tile_that_only_evaluation_finds_full():
+    """The causal part is masked by an absent random tile: all that exists of the tile is kept."""
+    spec = ~(masks.causal() & masks.random_blocks(0.3, block=32))
+    mask = masks.build_block_mask(spec, 1, 1, 16)
+    assert mask.to_dense().all()
+    assert mask.band is None
