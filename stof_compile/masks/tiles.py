@@ -130,9 +130,9 @@ def list_tiles(spec: MaskSpec, grid: Grid) -> TileList:
         # a tile the rule could not classify may turn out full as far as the mask reaches
         whole = (kept == grid.area_inside(row[mixed], col[mixed])) & (kept < area)
         missed = mixed[whole & ~sticks_out[mixed]]
-        clipped_full = tuple(
-            torch.cat([known, one[missed]])
-            for known, one in zip(clipped_full, (row, col), strict=True)
+        clipped_full = (
+            torch.cat([clipped_full[0], row[missed]]),
+            torch.cat([clipped_full[1], col[missed]]),
         )
     kind[mixed] = found.to(torch.int8)
     bitmap_id[mixed] = tile_id
