@@ -143,6 +143,12 @@ def _loops(
     return (1,) if has_part else (2,)
 
 
+def honest_loops(loops: int, *, has_part: bool, has_full: bool, is_band: bool) -> int:
+    """``loops`` where a mask keeps what it promises, else 3, which is right for any mask."""
+    kept = {1: not has_full, 2: not has_part, 6: is_band, 7: is_band}
+    return loops if kept.get(loops, True) else 3
+
+
 def attention_block_forward(
     q: Tensor,
     k: Tensor,

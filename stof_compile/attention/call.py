@@ -52,6 +52,20 @@ def bind_kernel(problem: AttentionProblem, kernel: str, config: tuple[int, ...])
     raise StofUnsupportedError(f"no attention kernel is called {kernel!r}")
 
 
+def honest_config(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a block-wise config whose loop form promises nothing that the mask does not keep."""
+    from stof_compile.kernels.attention_blockwise import BlockConfig, honest_loops
+
+    how = BlockConfig(*config)
+    loops = honest_loops(
+        how.loops,
+        has_part=block_mask.has_part,
+        has_full=block_mask.has_full,
+        is_band=block_mask.is_band,
+    )
+    return tuple(how._replace(loops=loops))
+
+
 def _mask_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
     stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
     return {f"{stem}_{name}": getattr(block_mask, name) for name in MASK_FIELDS}
@@ -69,6 +83,9 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
         else torch.ops.stof.attention_row.default
     )
     block_mask = problem.block_mask((config[0], config[1]))
+    if kernel == "block":
+        # a choice from the store or a plan was made for a mask of equal statistics, not this one
+        config = honest_config(block_mask, config)
     buffers = _mask_buffers(block_mask)
     names, band = tuple(buffers), _band(block_mask)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stof_compile.attention.call import CUDNN
+from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.functional import default_kernel
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
@@ -134,6 +134,4 @@ def _cpu(problem: AttentionProblem) -> tuple[CpuKernel, ...]:
 
 
 def _promise_holds(problem: AttentionProblem, config: BlockConfig) -> bool:
-    mask = problem.block_mask((config.block_q, config.block_k))
-    kept = {1: not mask.has_full, 2: not mask.has_part, 6: mask.is_band, 7: mask.is_band}
-    return kept.get(config.loops, True)
+    return honest_config(problem.block_mask((config.block_q, config.block_k)), config) == config

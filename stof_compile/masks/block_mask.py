@@ -181,6 +181,7 @@ class BlockMask:
             "has_empty_rows": self.has_empty_rows,
             "bitmaps": self.bitmap.shape[0],
             "band": None if self.band is None else self.band.as_ints(),
+            "is_band": self.is_band,
             "nbytes": self.nbytes,
         }
 

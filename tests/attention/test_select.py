@@ -114,3 +114,18 @@ def test_the_key_sees_statistics_not_contents():
     assert one.key == problem(masks.sliding_window(4, causal=True)).key
     assert one.key != problem(masks.sliding_window(8, causal=True)).key
     assert one.key != problem(masks.sliding_window(4, causal=True), padding=True).key
+
+
+@pytest.mark.parametrize("loops", [1, 2, 6, 7])
+def test_a_stored_config_promises_nothing_the_mask_does_not_keep(loops):
+    pytest.importorskip("triton")
+    from stof_compile.attention.call import honest_config
+
+    config = (16, 16, 4, 2, loops, 0, 1, 0, 0)
+    scattered = masks.build_block_mask(
+        masks.causal() | masks.random_blocks(0.5, block=16), 64, 64, 16
+    )
+    assert scattered.has_part and scattered.has_full and not scattered.is_band
+    assert honest_config(scattered, config)[4] == 3
+    band = masks.build_block_mask(masks.sliding_window(4), 64, 64, 16)
+    assert honest_config(band, config)[4] == (3 if loops == 2 else loops)
