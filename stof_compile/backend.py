@@ -10,7 +10,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,11 +30,14 @@ from stof_compile.attention.site_report import SiteReport
 from stof_compile.capture import CaptureFacts, read_capture
 from stof_compile.device import device_facts
 from stof_compile.dump import Record, SiteRecord, graph_text, write_dump
+from stof_compile.emit import erase_unused
 from stof_compile.errors import StofError, StofMaskError, StofUnsupportedError
+from stof_compile.folded import FoldedBuffers
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
 from stof_compile.plan import Plan
+from stof_compile.static_values import StaticValues
 from stof_compile.store import Store, default_root, environment_key, write_atomic
 
 logger = logging.getLogger("stof_compile")
@@ -67,19 +70,28 @@ def stof(
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
     captured = _copy(gm)
-    record, plan, improved = _improve(gm, facts, opts)
-    started = time.monotonic()
-    compiled = compile_with_inductor(improved, example_inputs, opts)
+    outcome = _improve(gm, facts, opts)
+    record, started = outcome.record, time.monotonic()
+    compiled = compile_with_inductor(outcome.gm, example_inputs, opts)
     record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
         folder = write_dump(record, opts.dump_dir)
-        write_atomic(folder / "plan.json", plan.to_json())
-    return _callable(compiled, (captured, facts), opts, record)
+        write_atomic(folder / "plan.json", outcome.plan.to_json())
+    folded = FoldedBuffers(facts.inputs, outcome.folded, example_inputs)
+    return _callable(compiled, (captured, facts), opts, record, folded)
 
 
-def _improve(
-    gm: GraphModule, facts: CaptureFacts, opts: StofOptions
-) -> tuple[Record, Plan, GraphModule]:
+@dataclass(frozen=True)
+class Outcome:
+    """A graph after STOF's passes; ``folded`` names the buffers a static mask was read from."""
+
+    record: Record
+    plan: Plan
+    gm: GraphModule
+    folded: frozenset[str] = frozenset()
+
+
+def _improve(gm: GraphModule, facts: CaptureFacts, opts: StofOptions) -> Outcome:
     """Run STOF's own passes; when one fails the original graph is compiled.
 
     Raises:
@@ -88,10 +100,9 @@ def _improve(
     original, started = _copy(gm), time.monotonic()
     record = Record(device=device_facts(facts.device).to_json(), options=opts.to_json())
     record.graphs["captured"] = graph_text(gm)
-    plan = Plan(environment_key(device_facts(facts.device)))
+    outcome = Outcome(record, Plan(environment_key(device_facts(facts.device))), original)
     try:
-        plan = _rewrite(gm, facts, opts, record)
-        improved = gm
+        outcome = _rewrite(gm, facts, opts, record)
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
@@ -107,15 +118,14 @@ def _improve(
         record.sites.clear()
         record.fallbacks.clear()
         record.add_fallback("graph", reason)
-        improved = original
-    improved.graph.lint()
-    improved.recompile()
-    record.graphs["rewritten"] = graph_text(improved)
+    outcome.gm.graph.lint()
+    outcome.gm.recompile()
+    record.graphs["rewritten"] = graph_text(outcome.gm)
     record.timings_s["stof"] = time.monotonic() - started
-    return record, plan, improved
+    return outcome
 
 
-def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Record) -> Plan:
+def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Record) -> Outcome:
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
     sites, near_misses = match_attention(gm, facts)
@@ -134,11 +144,14 @@ def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Re
     store = Store(opts.cache_dir or default_root(), environment)
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
     ctx = LoweringContext(facts, opts, store, Budget(opts.tune_budget_s), plan, {})
-    for report in lower_attention(gm, sites, resolved, ctx):
+    reports = lower_attention(gm, sites, resolved, ctx)
+    erase_unused(gm.graph)  # views and mask parts written for sites that stayed
+    for report in reports:
         record.sites.append(_site_record(report))
         if report.status != "rewritten":
             record.add_fallback(report.name, report.reason)
-    return Plan(environment, dict(ctx.choices))
+    folded = frozenset(name for report in reports for name in report.folded)
+    return Outcome(record, Plan(environment, dict(ctx.choices)), gm, folded)
 
 
 def _report_near_misses(near_misses: Sequence[NearMiss], opts: StofOptions, record: Record) -> None:
@@ -199,19 +212,25 @@ def _callable(
     captured: tuple[GraphModule, CaptureFacts],
     opts: StofOptions,
     record: Record,
+    folded: FoldedBuffers,
 ) -> Callable[..., Any]:
-    """Wrap the compiled graph: it reads ``attention_kernel(...)`` at call time and keeps one
-    variant per kernel and input shapes.
+    """Wrap the compiled graph.
+
+    It reads ``attention_kernel(...)`` at call time and keeps one variant per kernel and input
+    shapes, and another that reads its masks at run time once a buffer taken for constant changes.
     """
     variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def run(*inputs: Any) -> Any:
         kernel = current_override()
-        if kernel is None:
+        constant = folded.unchanged(inputs)
+        if kernel is None and constant:
             return compiled(*inputs)
-        key = (kernel, *(tuple(i.shape) if isinstance(i, torch.Tensor) else i for i in inputs))
+        shapes = (tuple(i.shape) if isinstance(i, torch.Tensor) else i for i in inputs)
+        key = (kernel, constant, *shapes)
         if key not in variants:
-            variants[key] = _variant(*captured, inputs, opts, kernel)
+            forced = opts if kernel is None else replace(opts, attention=kernel)
+            variants[key] = _variant(*captured, inputs, replace(forced, dump_dir=None), constant)
         return variants[key](*inputs)
 
     run.stof_record = record  # type: ignore[attr-defined]
@@ -223,16 +242,16 @@ def _variant(
     facts: CaptureFacts,
     inputs: Sequence[Any],
     opts: StofOptions,
-    kernel: str,
+    constant: bool,
 ) -> Callable[..., Any]:
-    """Compile the captured graph once more with one kernel forced."""
-    forced = replace(opts, attention=kernel, dump_dir=None)
+    """Compile the captured graph once more; not ``constant``: buffers are read at run time."""
     gm = _copy(captured)
+    here = read_capture(gm, inputs)
     here = replace(  # what Dynamo's frames told at compile time is not to be seen at call time
-        read_capture(gm, inputs),
+        here,
+        static=here.static if constant else StaticValues(gm.graph, {}),
         module_paths=facts.module_paths,
         path_known=facts.path_known,
         whole_model=facts.whole_model,
     )
-    _, _, improved = _improve(gm, here, forced)
-    return compile_with_inductor(improved, inputs, forced)
+    return compile_with_inductor(_improve(gm, here, opts).gm, inputs, opts)

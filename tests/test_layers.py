@@ -15,6 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {
             "compiled_root",
             "emit",
+            "folded",
             "expand_multihead",
             "node_ops",
             "static_values",

@@ -102,6 +102,7 @@ def _lower_site(
     else:
         parts = split_mask(gm, ctx.facts, site)
         report.padding, report.bias = parts.padding is not None, parts.bias is not None
+        report.folded = parts.buffers
         if has_dynamic_lengths(site, option):
             outcome = lower_dynamic_site(gm, site, option, parts, ctx.options)
             report.reason = outcome.reason

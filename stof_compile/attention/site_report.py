@@ -26,6 +26,7 @@ class SiteReport:
         shape: sizes and dtype, for people.
         statistics: of the block mask. choice: the decision with its candidates; key: of its
             problem.
+        folded: buffers of the model whose present contents went into the static mask.
     """
 
     name: str
@@ -43,6 +44,7 @@ class SiteReport:
     statistics: dict[str, Any] = field(default_factory=dict)
     choice: AttentionPlan | None = None
     key: str = ""
+    folded: tuple[str, ...] = ()
 
     @property
     def mask(self) -> str:

@@ -168,3 +168,23 @@ def test_processes_share_what_was_measured(tmp_path, monkeypatch):
     fast(**inputs)
     choice = explain(fast).sites[0].choice
     assert (choice.source, choice.kernel) == ("store", both[0][1])
+
+
+def test_a_mask_buffer_that_changes_is_noticed(fresh_dynamo):
+    """Its contents went into the compiled mask; writing to it must not leave the old mask there."""
+    from models import hand_written
+
+    model, inputs = hand_written("masked_fill_buffer")
+    options = {"tune_budget_s": 0, "attention": "gather"}
+    with torch.no_grad():
+        fast = torch.compile(model, backend="stof", options=options)
+        torch.testing.assert_close(fast(**inputs), model(**inputs), rtol=1e-4, atol=1e-5)
+        before = fast(**inputs)
+        for layer in model.layers:
+            layer.tril.copy_(layer.tril.clone())  # the same contents: nothing to do
+        assert torch.equal(fast(**inputs), before)
+        for layer in model.layers:
+            layer.tril[..., 5:, :3] = False
+        after = fast(**inputs)
+        torch.testing.assert_close(after, model(**inputs), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(after, before)
