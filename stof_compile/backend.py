@@ -22,7 +22,7 @@ import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.functional import current_override
 from stof_compile.attention.keep import mask_near_misses
 from stof_compile.attention.lower import LoweringContext, lower_attention
-from stof_compile.attention.match import NearMiss, match_attention
+from stof_compile.attention.match import AttentionSite, NearMiss, match_attention
 from stof_compile.attention.regions import region_near_misses
 from stof_compile.attention.resolve import ResolvedMasks, path_matches, resolve_masks
 from stof_compile.attention.select import Budget
@@ -138,6 +138,7 @@ def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Re
     )
     record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
     _warn_of_unmatched(resolved, facts)
+    _refuse_lost_mask(resolved, (*sites, *near_misses), opts, record)
     mask_near_misses(gm, near_misses, resolved.by_site)
     _report_near_misses(near_misses, opts, record)
     environment = environment_key(device_facts(facts.device))
@@ -150,8 +151,8 @@ def _rewrite(gm: GraphModule, facts: CaptureFacts, opts: StofOptions, record: Re
         record.sites.append(_site_record(report))
         if report.status != "rewritten":
             record.add_fallback(report.name, report.reason)
-    folded = frozenset(name for report in reports for name in report.folded)
-    return Outcome(record, Plan(environment, dict(ctx.choices)), gm, folded)
+    folded = facts.static.folded.union(*(report.folded for report in reports))
+    return Outcome(record, Plan(environment, dict(ctx.choices)), gm, frozenset(folded))
 
 
 def _report_near_misses(near_misses: Sequence[NearMiss], opts: StofOptions, record: Record) -> None:
@@ -175,6 +176,26 @@ def _warn_of_unmatched(resolved: ResolvedMasks, facts: CaptureFacts) -> None:
                 "attention takes this mask",
                 key,
             )
+
+
+def _refuse_lost_mask(
+    resolved: ResolvedMasks,
+    places: Sequence[AttentionSite | NearMiss],
+    opts: StofOptions,
+    record: Record,
+) -> None:
+    """Say it when one mask was given for all attention and none of this graph's takes it."""
+    if opts.mask is None or isinstance(opts.mask, Mapping) or not places or resolved.by_site:
+        return
+    message = (
+        "the mask of the options was put into no attention of this graph: "
+        f"{', '.join(place.name for place in places[:4])} reads keys of another sequence than its "
+        "queries (cross-attention); name it by path, or call sparse_attention"
+    )
+    if opts.strict:
+        raise StofMaskError(message + " (strict=True)")
+    record.notes.append(message)
+    warning_once(logger, message)
 
 
 def _site_record(report: SiteReport) -> SiteRecord:

@@ -55,6 +55,7 @@ class StaticValues:
 
     graph: Graph
     buffers: Mapping[str, Tensor]
+    folded: set[str] = field(default_factory=set)  # buffers whose contents were read
     derived: dict[tuple[Any, ...], Node] = field(
         default_factory=dict
     )  # nodes made from others, shared by sites
@@ -152,6 +153,7 @@ class StaticValues:
         Runs outside of every fake, functional and inference mode; the result must not be written
         to.
         """
+        self.folded.update(self.buffers_read(node))
         if node in self._values:
             return self._values[node]
         order = self.closure(node)

@@ -103,7 +103,8 @@ def _lower_site(
         parts = split_mask(gm, ctx.facts, site)
         report.padding, report.bias = parts.padding is not None, parts.bias is not None
         report.folded = parts.buffers
-        if has_dynamic_lengths(site, option):
+        # a mask that depends on a size (the batch too) is a rule of that size, not a tensor
+        if parts.static_graph is not None or has_dynamic_lengths(site, option):
             outcome = lower_dynamic_site(gm, site, option, parts, ctx.options)
             report.reason = outcome.reason
             if outcome.rule is None:

@@ -61,13 +61,15 @@ class Budget:
         return max(0.0, self._end - self.clock())
 
 
-def paper_choice(spec: MaskSpec, q_len: int, k_len: int, q_offset: int = 0) -> tuple[str, float]:
+def paper_choice(
+    spec: MaskSpec, q_len: int, k_len: int, q_offset: int = 0, batch: int = 1, heads: int = 1
+) -> tuple[str, float]:
     """Choose ``row`` or ``block`` by Equation 1 of the STOF paper.
 
     ``threshold = tiles / (n_q n_k) - tau / log2(sqrt(n_q n_k))^2`` with the non-empty 16x16 tiles
     of the mask and
     ``n = ceil(len / 16)``; row-wise below zero. One tile per side is row-wise (the logarithm is
-    zero).
+    zero). A mask that differs between ``batch`` rows or ``heads`` counts with its mean.
 
     Returns:
         The kernel and the threshold (``-inf`` for one tile per side).
@@ -76,7 +78,9 @@ def paper_choice(spec: MaskSpec, q_len: int, k_len: int, q_offset: int = 0) -> t
     n_q, n_k = math.ceil(q_len / 16), math.ceil(k_len / 16)
     if n_q * n_k <= 1:
         return "row", -math.inf
-    block_mask = build_block_mask(spec, q_len, k_len, 16, q_offset=q_offset)
+    block_mask = build_block_mask(
+        spec, q_len, k_len, 16, q_offset=q_offset, batch=batch, heads=heads
+    )
     tiles = block_mask.col_idx.numel() / block_mask.planes
     threshold = tiles / (n_q * n_k) - TAU / math.log2(math.sqrt(n_q * n_k)) ** 2
     return ("row" if threshold < 0 else "block"), threshold
@@ -145,7 +149,14 @@ def choose(
 def _choose_by_paper(problem: AttentionProblem, device: str) -> AttentionPlan:
     if problem.spec is None:
         return AttentionPlan("sdpa", (), "paper", "no mask: Equation 1 does not apply")
-    name, threshold = paper_choice(problem.spec, problem.q_len, problem.k_len, problem.q_offset)
+    name, threshold = paper_choice(
+        problem.spec,
+        problem.q_len,
+        problem.k_len,
+        problem.q_offset,
+        problem.batch,
+        problem.heads,
+    )
     kernel = PAPER_KERNELS[device][name]
     config = _first_config(problem, kernel)
     return AttentionPlan(
@@ -330,7 +341,7 @@ def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) 
     for b, h in sorted({(0, 0), (problem.batch - 1, problem.heads - 1)}):
         keep = None
         if problem.spec is not None:
-            spec = problem.spec.bind(problem.q_len, problem.k_len)
+            spec = problem.spec.bind(problem.q_len, problem.k_len, problem.q_offset, device)
             plane = (torch.tensor(b, device=device), torch.tensor(h, device=device))
             keep = spec.keep(*plane, (rows + problem.q_offset)[:, None], keys[None, :])
             keep = keep.expand(rows.numel(), problem.k_len)[None, None]

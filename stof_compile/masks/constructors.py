@@ -151,7 +151,7 @@ def document(ids: Tensor | Sequence[int]) -> MaskSpec:
         raise StofMaskError(
             f"document: ids are integers [S] or [B, S], got {table.dtype} {list(table.shape)}"
         )
-    return tensor_rules.Document(table.detach().to(torch.int64))
+    return tensor_rules.Document(table.detach().to(torch.int64, copy=True))
 
 
 def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
@@ -161,7 +161,7 @@ def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
         cu_seqlens: integers [N + 1] ascending from 0: where each document begins, and the total
             length.
     """
-    ends = torch.as_tensor(cu_seqlens).detach().to(torch.int64)
+    ends = torch.as_tensor(cu_seqlens).detach().to(torch.int64, copy=True)
     if ends.dim() != 1 or ends.numel() < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
         raise StofMaskError(
             "from_cu_seqlens: expected integers [N + 1] ascending from 0, such as [0, 100, 250]"
@@ -184,7 +184,7 @@ def batch_prefix_lm(lengths: Tensor | Sequence[int]) -> MaskSpec:
         raise StofMaskError(
             f"batch_prefix_lm: lengths are integers [B], got {table.dtype} {list(table.shape)}"
         )
-    return causal() | tensor_rules.BatchPrefix(table.detach().to(torch.int64))
+    return causal() | tensor_rules.BatchPrefix(table.detach().to(torch.int64, copy=True))
 
 
 def per_head(specs: Sequence[MaskSpec]) -> MaskSpec:
@@ -223,7 +223,7 @@ def from_tensor(mask: Tensor) -> MaskSpec:
         raise StofMaskError(
             f"from_tensor takes a bool tensor [Q, K], [B, Q, K] or [B, H, Q, K], got {got}"
         )
-    full = mask.detach()
+    full = mask.detach().clone()  # a rule is constant, whatever becomes of the tensor
     if full.dim() == 3:
         full = full[:, None]
     return tensor_rules.TensorRule(full.reshape((1,) * (4 - full.dim()) + tuple(full.shape)))

@@ -232,3 +232,25 @@ def test_sparse_attention_in_the_model(dynamic, option):
         known = not dynamic and mask.rule != "document"
         status = explain(fast).graphs[0].sites[0].status
         assert status == ("rewritten" if known else "kept" if option is None else "masked")
+
+
+@pytest.mark.parametrize(
+    "option", [None, masks.sliding_window(8)], ids=["own mask", "and the option's"]
+)
+def test_a_mask_made_with_the_batch_size_survives_a_symbolic_batch(option, fresh_dynamo):
+    """The second batch makes the batch a symbol and the mask a function of it."""
+
+    def attend(q, k, v):
+        keep = torch.ones(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+    options = {"tune_budget_s": 0, "attention": "gather", "mask": option}
+    fast = torch.compile(attend, backend="stof", options=options)
+    for batch in (2, 3):
+        q, k, v = (torch.randn(batch, 2, 32, 16) for _ in range(3))
+        keep = torch.ones(32, 32, dtype=torch.bool).tril()
+        if option is not None:
+            rows = torch.arange(32)
+            keep = keep & ((rows[:, None] - rows).abs() <= 8)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        torch.testing.assert_close(fast(q, k, v), expected, rtol=1e-4, atol=1e-5)

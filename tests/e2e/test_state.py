@@ -188,3 +188,21 @@ def test_a_mask_buffer_that_changes_is_noticed(fresh_dynamo):
         after = fast(**inputs)
         torch.testing.assert_close(after, model(**inputs), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(after, before)
+
+
+def test_a_scale_buffer_that_changes_is_noticed(fresh_dynamo):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(0.25))
+
+        def forward(self, q, k, v):
+            return torch.softmax(q @ k.transpose(-2, -1) * self.factor, -1) @ v
+
+    model = Scaled()
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    with torch.no_grad():
+        fast = torch.compile(model, backend="stof", options={"tune_budget_s": 0})
+        torch.testing.assert_close(fast(q, k, v), model(q, k, v), rtol=1e-4, atol=1e-5)
+        model.factor.fill_(4.0)
+        torch.testing.assert_close(fast(q, k, v), model(q, k, v), rtol=1e-4, atol=1e-5)
