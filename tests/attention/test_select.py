@@ -129,3 +129,20 @@ def test_a_stored_config_promises_nothing_the_mask_does_not_keep(loops):
     assert honest_config(scattered, config)[4] == 3
     band = masks.build_block_mask(masks.sliding_window(4), 64, 64, 16)
     assert honest_config(band, config)[4] == (3 if loops == 2 else loops)
+
+
+def test_equation_1_takes_masks_that_differ_by_head():
+    spec = masks.per_head([masks.causal(), masks.sliding_window(4)])
+    plan = choose(problem(spec), StofOptions(attention="paper"), None, Budget(0))
+    assert plan.source == "paper"
+
+
+def test_the_gate_counts_rows_from_the_offset():
+    """A tensor mask of 32 queries that stand at 32..63 of 64 keys, as behind a cache."""
+    queries = TensorMeta((1, 2, 32, 16), (1024, 16, 32, 1), torch.float32)
+    keys = TensorMeta((1, 2, 64, 16), (2048, 16, 32, 1), torch.float32)
+    spec = masks.from_tensor(torch.rand(32, 64, generator=torch.Generator().manual_seed(0)) < 0.5)
+    spec = spec.bind(32, 64, 32)
+    held = AttentionProblem(queries, keys, keys, spec, 32, torch.device("cpu"), 0.25)
+    generator = torch.Generator().manual_seed(0)
+    assert select._measure(held, "sdpa", (), generator).status == "measured"

@@ -237,3 +237,11 @@ def test_pickle_keeps_identity():
     spec = masks.per_head([masks.bigbird(3, 4, 0.5), masks.document([0, 0, 1]) & masks.causal()])
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert {spec: 1}[pickle.loads(pickle.dumps(spec))] == 1
+
+
+def test_a_tensor_rule_does_not_follow_its_tensor():
+    kept = torch.ones(8, 8, dtype=torch.bool)
+    spec = masks.from_tensor(kept)
+    kept[:, 4:] = False
+    assert masks.build_block_mask(spec, 8, 8, 8).to_dense().all()
+    assert spec == masks.from_tensor(torch.ones(8, 8, dtype=torch.bool))
