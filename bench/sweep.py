@@ -24,6 +24,7 @@ from results import append_row, log_event, say
 from roofline import load_ceilings
 from torch import Tensor
 
+from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import BlockMask, build_block_mask
 from stof_compile.measure import check_close
 
@@ -35,7 +36,6 @@ FIELDS = (
     "element_floor_us", "tile_floor_us", "tile_floor_share", "statistics", "device", "torch",
     "triton", "stof", "date",
 )  # fmt: skip
-MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 FORMS = ("band", "bitmap")
 
 
@@ -122,6 +122,7 @@ def listed_configs(cell: Cell, kernel: str, device: torch.device) -> Iterator[tu
         "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0),
         "q_len": cell.seq,
         "planes": cell.batch * cell.heads,
+        "plain": True,
     }
     for block in (32, 64, 128):
         mask = build_block_mask(mask_spec(cell), cell.seq, cell.seq, block, device=device)
@@ -196,14 +197,13 @@ def _band(mask: BlockMask) -> list[int]:
 
 def bind(kernel: str, trial: Trial, mask: BlockMask, scale: float) -> Any:
     """A kernel's launcher as ``(q, k, v) -> out``."""
-    launch = getattr(_kernel_module(kernel), f"attention_{kernel}_forward")
-    arrays = tuple(getattr(mask, name) for name in MASK_FIELDS)
+    operator = getattr(torch.ops.stof, f"attention_{kernel}")
+    config = honest_config(mask, trial.config) if kernel == "block" else trial.config
+    arrays = mask_arrays(mask, config if kernel == "block" else ()).values()
     band = _band(mask) if trial.form == "band" else []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return launch(q, k, v, arrays, None, None, scale, 0.0, 0, band, list(trial.config), False)[
-            0
-        ]
+        return operator(q, k, v, *arrays, None, None, scale, 0.0, 0, band, list(config), False)[0]
 
     return attend
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .attention_hopper import hopper_refusal
 from .blockwise_kernel import attention_block_kernel
 from .limits import (
     fits_registers,
@@ -54,6 +55,10 @@ class BlockConfig(NamedTuple):
     heavy_first: int = 1  # 1: rows in row_order, 0: rows in their own order (one load less)
     prefetch: int = 0  # 1: read a column index one tile ahead
     tf32: int = 0  # 1: fp32 matrix products may use TF32
+    # programs per multiprocessor of the Hopper kernel (attention_hopper.py), 0: the portable one;
+    # it needs 64 x 64 tiles and fragments in place of the bitmap, and reads num_stages besides
+    hopper: int = 0
+    heavy_rows: int = 0  # Hopper: so many of the heaviest rows of every head come first
 
 
 # Tile (rows, keys) and warps worth trying, the best on sparse masks first.
@@ -75,6 +80,10 @@ _FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
 _MAX_TILES = 3  # tile shapes offered for one problem
+# The Hopper kernel's (programs per multiprocessor, stages), by padded head dim.
+_HOPPER = {64: ((3, 3), (4, 2)), 128: ((2, 2),)}
+# Tile rows of all heads from which its workers have enough to do to repay their start.
+_HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
 
 
 def configs(
@@ -88,6 +97,7 @@ def configs(
     is_band: bool = False,
     q_len: int | None = None,
     planes: int | None = None,
+    plain: bool = False,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
 
@@ -101,6 +111,7 @@ def configs(
         is_band: whether the mask is its band and nothing else, for every tile size offered.
         q_len: query length; tiles of more rows than that (rounded up) are not offered.
         planes: batch times heads; with ``q_len`` it tells how many programs there are.
+        plain: no padding, no bias, no softcap, a positive scale: what the Hopper kernel takes.
     """
     itemsize = dtype.itemsize
     block_d = next_power_of_two(head_dim)
@@ -127,7 +138,17 @@ def configs(
             for loop in loops if rank == 0 else [loop for loop in loops if loop not in (5, 7)]:
                 found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
     # heads as the fastest axis let the heavy rows of all heads start together
-    return found + [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
+    found += [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
+    units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
+    value_dim = head_dim if value_dim is None else value_dim
+    if units < _HOPPER_UNITS or hopper_refusal(
+        head_dim, value_dim, dtype, capability, units, plain=plain
+    ):
+        return found
+    hopper = [
+        BlockConfig(64, 64, 4, stages, hopper=programs) for programs, stages in _HOPPER[block_d]
+    ]
+    return hopper + found if units >= _HOPPER_FIRST_UNITS else found + hopper
 
 
 def _loops(
@@ -188,6 +209,8 @@ def attention_block_forward(
         ValueError: an argument does not fit the others.
     """
     how = BlockConfig(*config)
+    if how.hopper:
+        raise ValueError("a config with hopper set belongs to attention_hopper_forward")
     if how.loops >= 6 and not band:
         raise ValueError(f"loops {how.loops} computes tiles from a band, and none is given")
     arrays = TileMask(*mask)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .limits import tf32_allowed
+from .limits import shared_memory_bytes, shared_memory_limit, tf32_allowed
 from .mask_tiles import band_bounds, split_program_id
 from .problem import (
     TileMask,
@@ -212,16 +212,25 @@ def configs(
     Args:
         head_dim: of q and k.
         dtype: of q, k and v.
-        capability: (major, minor) of the device; the kernel asks nothing special of it.
+        capability: (major, minor) of the device.
         value_dim: of v, head_dim if None.
     """
     tf32 = int(dtype == torch.float32 and tf32_allowed())
-    widest = next_power_of_two(max(head_dim, value_dim or head_dim))
+    block_d = next_power_of_two(head_dim)
+    block_dv = next_power_of_two(value_dim or head_dim)
+    widest = max(block_d, block_dv)
+    limit = shared_memory_limit(capability)
     # operand values of a warp that stay in registers; fp32 products hold theirs there entirely
     per_warp = 1024 if dtype == torch.float32 else 2048
     found = []
     for block_k, warps in ((16, 2), (32, 4), (16, 4), (32, 8)):
+        # two warps cannot hold the widest rows, registers no tile of keys of more than 16 KiB
+        if widest > 64 * warps or widest * block_k * dtype.itemsize > 16384:
+            continue
         tiles = max(1, per_warp * warps // widest // block_k)
+        keys = tiles * block_k
+        if shared_memory_bytes(16, keys, block_d, block_dv, 1, dtype.itemsize) > limit:
+            continue
         found.append(RowConfig(16, block_k, warps, 2, tiles, tf32=tf32))
     return found
 

@@ -16,12 +16,13 @@ _SHARED_BYTES = {
 }
 _SHARED_BYTES_HIP = 65536
 
-# 32-bit values of accumulator, scores, weights and operands that a thread may hold beside addresses
-# and masks; beyond it registers spill. Hopper and newer read the query tile from shared memory,
-# older GPUs from registers. Products of fp32 operands run on the ordinary units and hold theirs in
-# registers too.
-_VALUES_PER_THREAD = 130
+# 32-bit values that a thread may hold beside the mask; beyond it registers spill. Hopper and newer
+# read the query tile from shared memory, which takes tiles of 64 rows and warps in fours; other
+# products hold it in registers, beside the addresses of the tile they load. Products of fp32
+# operands run on the ordinary units and hold theirs in registers too.
+_VALUES_PER_THREAD = 140
 _VALUES_PER_THREAD_HOPPER = 165
+_VALUES_PER_THREAD_BLACKWELL = 155  # the accumulator lives apart and is copied to be rescaled
 _VALUES_PER_THREAD_FP32 = 36
 
 
@@ -35,8 +36,13 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 def shared_memory_bytes(
     block_q: int, block_k: int, block_d: int, block_dv: int, stages: int, itemsize: int
 ) -> int:
-    """Shared memory of a program: the query tile, ``stages`` tiles of k and v and mask words."""
+    """Shared memory of a program: the query tile, ``stages`` tiles of k and v and mask words.
+
+    What only Hopper and newer hold also has the scores, which warps beside each other may exchange.
+    """
     operands = (block_q * block_d + stages * block_k * (block_d + block_dv)) * itemsize
+    if operands > _SHARED_BYTES[8, 0]:
+        operands += block_q * block_k * itemsize
     return operands + stages * (block_q * block_k // 8 + 16)
 
 
@@ -50,15 +56,19 @@ def fits_registers(
     capability: tuple[int, int],
 ) -> bool:
     """Whether what a program keeps between its loads stays in registers."""
-    hopper = capability[0] >= 9 and torch.version.hip is None
     values = block_q * block_dv + 1.5 * block_q * block_k
+    group_products = (
+        torch.version.hip is None and capability[0] >= 9 and block_q >= 64 and num_warps % 4 == 0
+    )
     if itemsize == 4:
         limit = _VALUES_PER_THREAD_FP32
-    elif hopper:
-        limit = _VALUES_PER_THREAD_HOPPER
+    elif group_products:
+        limit = _VALUES_PER_THREAD_HOPPER if capability[0] == 9 else _VALUES_PER_THREAD_BLACKWELL
     else:
         limit = _VALUES_PER_THREAD
         values += block_q * block_d / 2
+        # one address for 16 bytes; k and v take turns
+        values += block_k * max(block_d, block_dv) * itemsize / 16
     return values / (32 * num_warps) <= limit
 
 

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof_compile.masks.fragments import from_fragments
+
 # Positions of q, k, v and bias among the operators' arguments, for the gradient.
-_Q, _K, _V, _BIAS = 0, 1, 2, 11
+_Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
+# Positions of num_stages, hopper and heavy_rows in a BlockConfig.
+_STAGES, _HOPPER, _HEAVY_ROWS = 3, 9, 10
 
 
 @torch.library.triton_op("stof::attention_block", mutates_args=())
@@ -37,7 +41,17 @@ def attention_block(
     config: Sequence[int],
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the block-wise kernel; see ``attention_block_forward`` in kernels/."""
+    """Attend with the block-wise kernel; see ``attention_block_forward`` in kernels/.
+
+    A config with ``hopper`` set runs ``attention_hopper``; ``bitmap`` then holds the mask's
+    fragments.
+    """
+    if hopper_programs(config):
+        out, lse = torch.ops.stof.attention_hopper(
+            q, k, v, plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
+            scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], return_lse,
+        )  # fmt: skip
+        return out, lse
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
     return load_launcher("stof::attention_block")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
@@ -70,6 +84,45 @@ def attention_row(
     return load_launcher("stof::attention_row")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
     )
+
+
+@torch.library.custom_op("stof::attention_hopper", mutates_args=(), device_types="cuda")
+def attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plane_map: Tensor,
+    row_ptr: Tensor,
+    full_start: Tensor,
+    col_idx: Tensor,
+    bitmap_id: Tensor,
+    fragments: Tensor,
+    row_order: Tensor,
+    scale: float,
+    programs: int,
+    stages: int,
+    heavy_rows: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/.
+
+    Opaque to torch.compile: its TMA descriptors are made at the call. The gradient is
+    ``attention_block``'s.
+    """
+    from stof_compile.kernels.attention_hopper import attention_hopper_forward
+
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, fragments, row_order)
+    return attention_hopper_forward(q, k, v, mask, scale, programs, stages, heavy_rows, return_lse)
+
+
+@attention_hopper.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return fake_attention(q, v, rest[-1])
+
+
+def hopper_programs(config: Sequence[int]) -> int:
+    """Programs per multiprocessor if a BlockConfig asks for the Hopper kernel, else 0."""
+    return config[_HOPPER] if len(config) > _HOPPER else 0
 
 
 @torch.library.custom_op("stof::attention_backward", mutates_args=())
@@ -143,7 +196,9 @@ def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def attention_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
     """Gradient of every attention operator over a block mask, for its q, k, v and bias."""
-    saved = ctx.saved_tensors
+    saved = list(ctx.saved_tensors)
+    if saved[_BITMAP].dtype == torch.int32:
+        saved[_BITMAP] = from_fragments(saved[_BITMAP])
     block_q, block_k = ctx.config[:2]
     bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     dq, dk, dv, dbias = torch.ops.stof.attention_backward(

@@ -21,6 +21,7 @@ POINTERS = {
     "col_idx": "*i32",
     "bitmap_id": "*i32",
     "row_order": "*i32",
+    "queue": "*i32",
 }
 GFX942 = "gfx942"
 
@@ -53,6 +54,28 @@ def compile_kernel(
     return triton.compile(
         source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages}
     )
+
+
+def compile_gluon(
+    kernel: Any, target: int, descriptors: dict[str, str], constants: dict[str, Any], maxnreg: int
+) -> Any:
+    """Compile a Gluon kernel of four consumer warps for an sm number.
+
+    Args:
+        descriptors: type of each TMA descriptor argument, ``tensordesc<...>``.
+        maxnreg: registers of a thread at the start.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {
+        name: descriptors.get(name) or POINTERS.get(name) or _type(name, "fp16", constants)
+        for name in names
+    }
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs={})
+    options = {"num_warps": 4, "maxnreg": maxnreg}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
 def needs(compiled: Any, target: int | str) -> Needs:

@@ -20,10 +20,14 @@ LAYERS: tuple[frozenset[str], ...] = (
             "node_ops",
             "static_values",
         }  # parts of normalize, capture
+        | {"graph_copy"}  # part of backend
     ),
     frozenset({"attention", "templates"}),
     frozenset({"search"}),
-    frozenset({"inductor", "dump", "explanation", "report"}),
+    frozenset(
+        {"inductor", "dump", "explanation", "report"}
+        | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
+    ),
     frozenset({"backend", "cli", "demo", "integrations"}),
 )
 OUTSIDE_KERNELS = {"torch", "triton", "tilelang"}

@@ -3,7 +3,7 @@ rewriting (fx proxies)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
+from stof_compile.ops_block import hopper_programs
 
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 
@@ -53,7 +54,8 @@ def bind_kernel(problem: AttentionProblem, kernel: str, config: tuple[int, ...])
 
 
 def honest_config(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a block-wise config whose loop form promises nothing that the mask does not keep."""
+    """Return a block-wise config that fits the mask: its loop form promises nothing the mask does
+    not keep, and the heavy rows are this mask's."""
     from stof_compile.kernels.attention_blockwise import BlockConfig, honest_loops
 
     how = BlockConfig(*config)
@@ -63,12 +65,24 @@ def honest_config(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, 
         has_full=block_mask.has_full,
         is_band=block_mask.is_band,
     )
-    return tuple(how._replace(loops=loops))
+    heavy = block_mask.heavy_rows if how.hopper else 0
+    return tuple(how._replace(loops=loops, heavy_rows=heavy))
 
 
-def _mask_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
+def mask_arrays(block_mask: BlockMask, config: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The arrays an attention operator takes with a config, by name: the Hopper kernel reads the
+    mask's fragments in place of its bitmap."""
+    arrays = {name: getattr(block_mask, name) for name in MASK_FIELDS}
+    if hopper_programs(config):
+        arrays["bitmap"] = block_mask.fragments
+    return arrays
+
+
+def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
-    return {f"{stem}_{name}": getattr(block_mask, name) for name in MASK_FIELDS}
+    if hopper_programs(config):
+        stem += "_fragments"
+    return {f"{stem}_{name}": array for name, array in mask_arrays(block_mask, config).items()}
 
 
 def _band(block_mask: BlockMask) -> list[int]:
@@ -86,7 +100,7 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
     if kernel == "block":
         # a choice from the store or a plan was made for a mask of equal statistics, not this one
         config = honest_config(block_mask, config)
-    buffers = _mask_buffers(block_mask)
+    buffers = _mask_buffers(block_mask, config if kernel == "block" else ())
     names, band = tuple(buffers), _band(block_mask)
 
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:

@@ -12,11 +12,11 @@ from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 
 if TYPE_CHECKING:
-    from stof_compile.kernels.attention_blockwise import BlockConfig
     from stof_compile.kernels.attention_cpu import CpuKernel
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+_LOOPS = 4  # position of the loop form in a block-wise config
 
 
 def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
@@ -96,9 +96,11 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         is_band=block_mask.is_band,
         q_len=problem.q_len,
         planes=problem.batch * problem.heads,
+        plain=_plain(problem),
     ):
-        if _promise_holds(problem, config):
-            found.append(tuple(config))
+        fitting = honest_config(problem.block_mask((config.block_q, config.block_k)), config)
+        if fitting[_LOOPS] == config.loops:
+            found.append(fitting)
     return found
 
 
@@ -133,5 +135,8 @@ def _cpu(problem: AttentionProblem) -> tuple[CpuKernel, ...]:
     )
 
 
-def _promise_holds(problem: AttentionProblem, config: BlockConfig) -> bool:
-    return honest_config(problem.block_mask((config.block_q, config.block_k)), config) == config
+def _plain(problem: AttentionProblem) -> bool:
+    """Whether nothing but the mask and a positive scale acts on the scores."""
+    return (
+        not problem.padding and problem.bias is None and problem.softcap == 0 and problem.scale > 0
+    )

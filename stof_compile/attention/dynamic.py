@@ -12,8 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from stof_compile import masks
-from stof_compile.attention.match import AttentionSite
 from stof_compile.attention.rewrite import replace_output
+from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
 from stof_compile.errors import StofMaskError
 from stof_compile.masks.computed import Computed

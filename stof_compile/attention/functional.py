@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
+from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.attention.operands import check_operands
 from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
@@ -189,7 +190,8 @@ def _attend(
         )
     if forced == "flex":
         _refuse_flex(q, k, v, bias, return_lse)
-    tile = _tile(q, v, forced)
+    plain = key_keep is None and bias is None and softcap == 0 and scale > 0
+    tile = _tile(q, v, forced, plain)
     block_mask = _block_mask(spec, q, k, tile)
     kernel = forced
     if kernel is None:
@@ -208,8 +210,11 @@ def _attend(
     if kernel == "row":
         config = _triton_config("row", q, v)
         block_mask = _block_mask(spec, q, k, (config[0], config[1]))
+    elif device == "cuda":
+        config = _triton_config("block", q, v, plain)
+        config = list(honest_config(block_mask, tuple(config)))
     else:
-        config = _triton_config("block", q, v) if device == "cuda" else list(tile)
+        config = list(tile)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     names = {"row": torch.ops.stof.attention_row, "block": torch.ops.stof.attention_block}
     attend = names.get(kernel, torch.ops.stof.attention_cpu)
@@ -218,7 +223,7 @@ def _attend(
         q,
         k,
         v,
-        *block_mask.tensors,
+        *mask_arrays(block_mask, config if kernel == "block" else ()).values(),
         key_keep,
         bias,
         scale,
@@ -238,23 +243,34 @@ def _block_mask(spec: MaskSpec, q: Tensor, k: Tensor, tile: tuple[int, int]) -> 
     )
 
 
-def _tile(q: Tensor, v: Tensor, forced: str | None) -> tuple[int, int]:
+def _tile(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tuple[int, int]:
     """Tile edges of the block mask that the choice is made on."""
     if q.device.type == "cpu":
         from stof_compile.kernels.attention_cpu import default_block
 
         return (32, 32) if forced == "flex" else default_block(q.dtype)
-    config = _triton_config("row" if forced == "row" else "block", q, v)
+    config = _triton_config("row" if forced == "row" else "block", q, v, plain)
     return config[0], config[1]
 
 
-def _triton_config(kernel: str, q: Tensor, v: Tensor) -> list[int]:
-    """First configuration of a Triton kernel for this head dim, dtype and device."""
+def _triton_config(kernel: str, q: Tensor, v: Tensor, plain: bool = False) -> list[int]:
+    """First configuration of a Triton kernel for these sizes, this dtype and device."""
     from stof_compile.kernels import attention_blockwise, attention_rowwise
 
-    module = attention_rowwise if kernel == "row" else attention_blockwise
     capability = torch.cuda.get_device_capability(q.device)
-    found = module.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
+    found: Sequence[tuple[int, ...]]
+    if kernel == "row":
+        found = attention_rowwise.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
+    else:
+        found = attention_blockwise.configs(
+            q.shape[3],
+            q.dtype,
+            capability,
+            value_dim=v.shape[3],
+            q_len=q.shape[2],
+            planes=q.shape[0] * q.shape[1],
+            plain=plain,
+        )
     if not found:
         raise StofUnsupportedError(
             f"no {kernel} kernel fits head dims {q.shape[3]} and {v.shape[3]} "

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from stof_compile.attention.dense_mask import dense_keep
-from stof_compile.attention.match import AttentionSite, NearMiss
 from stof_compile.attention.origin import QueryOffset
 from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_softmax
+from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.attention.site_report import SiteReport
 from stof_compile.errors import StofMaskError
 from stof_compile.masks.spec import MaskSpec

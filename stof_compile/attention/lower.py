@@ -14,12 +14,12 @@ from torch.fx import GraphModule
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.dynamic import lower_dynamic_site
 from stof_compile.attention.keep import keep_site
-from stof_compile.attention.match import AttentionSite
 from stof_compile.attention.nested import add_to_rule, read_nested
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.resolve import ResolvedMasks
 from stof_compile.attention.rewrite import replace_site
 from stof_compile.attention.select import Budget, choose
+from stof_compile.attention.site import AttentionSite
 from stof_compile.attention.site_problem import (
     attention_problem,
     has_dynamic_lengths,

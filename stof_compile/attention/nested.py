@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from stof_compile.attention.match import AttentionSite
+from stof_compile.attention.site import AttentionSite
 from stof_compile.attention.site_problem import has_dynamic_lengths, lengths, option_offset
 from stof_compile.capture import CaptureFacts, add_buffer
 from stof_compile.errors import StofMaskError

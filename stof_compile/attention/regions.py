@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
-from stof_compile.attention.match import AttentionSite, NearMiss, match_attention
+from stof_compile.attention.match import match_attention
+from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.capture import CaptureFacts
 from stof_compile.node_ops import operation
 from stof_compile.static_values import StaticValues

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
 from stof_compile.attention.call import KernelCall
-from stof_compile.attention.match import AttentionSite
+from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
 from stof_compile.emit import emit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from stof_compile import masks
-from stof_compile.attention.match import AttentionSite
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
+from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import CaptureFacts
 from stof_compile.errors import StofMaskError
 from stof_compile.masks.rules import Range

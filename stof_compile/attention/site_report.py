@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stof_compile.attention.match import AttentionSite
+from stof_compile.attention.site import AttentionSite
 from stof_compile.plan import AttentionPlan
 
 

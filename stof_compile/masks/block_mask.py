@@ -16,6 +16,7 @@ from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 from stof_compile.masks.assemble import Storage, assemble
 from stof_compile.masks.bands import BandRule
+from stof_compile.masks.fragments import to_fragments
 from stof_compile.masks.spec import MaskSpec, digest
 
 
@@ -86,6 +87,19 @@ class BlockMask:
             self.bitmap,
             self.row_order,
         )
+
+    @cached_property
+    def fragments(self) -> Tensor:
+        """The bitmap in the order the Hopper kernel reads it, int32 [U, 128]; tiles of 64 x 64.
+
+        Raises:
+            StofMaskError: another tile size.
+        """
+        if (self.block_q, self.block_k) != (64, 64):
+            raise StofMaskError(
+                f"fragments exist for tiles of 64 x 64, not {self.block_q} x {self.block_k}"
+            )
+        return to_fragments(self.bitmap)
 
     @property
     def nbytes(self) -> int:
@@ -164,6 +178,16 @@ class BlockMask:
     def has_empty_rows(self) -> bool:
         """True when some tile row has no tile at all."""
         return self.rows > 0 and self._counts[3] == 0
+
+    @cached_property
+    def heavy_rows(self) -> int:
+        """Leading entries of ``row_order`` whose rows have over twice the mean number of tiles."""
+        if self.planes == 0 or self.rows == 0:
+            return 0
+        tiles = self.row_ptr.diff().reshape(self.planes, self.rows)
+        ordered = tiles.gather(1, self.row_order.reshape(self.planes, self.rows).long())
+        slots = ordered.double().mean(0)
+        return int((slots > 2 * slots.mean()).sum())
 
     def statistics(self) -> dict[str, Any]:
         """Facts of the mask as plain data, for choosing a kernel and for reports."""

@@ -45,8 +45,8 @@ from stof_compile.node_ops import (
 from stof_compile.static_values import ELEMENT_CAP, StaticGraph
 
 if TYPE_CHECKING:
-    from stof_compile.attention.match import AttentionSite
     from stof_compile.attention.origin import QueryOffset
+    from stof_compile.attention.site import AttentionSite
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from stof_compile.kernels.reference import attention_reference
 from torch.fx import GraphModule
 
-from stof_compile.attention.match import AttentionSite, NearMiss, match_attention
+from stof_compile.attention.match import match_attention
+from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.capture import CaptureFacts, read_capture
 from stof_compile.emit import erase_unused
 from stof_compile.masks.split import MaskParts, split_mask

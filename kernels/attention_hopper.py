@@ -1,0 +1,221 @@
+"""Block-wise attention on Hopper GPUs: when it can run, and how ``hopper_kernel.py`` is launched.
+
+The same function, mask storage and operator as ``attention_blockwise.py``; a ``BlockConfig`` with
+``hopper`` set chooses it. It takes tiles of 64 x 64 and reads the mask of part tiles as fragments
+(``BlockMask.fragments``) in place of the bitmap.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .problem import LOG2E, TileMask, broadcast_strides, empty_result, next_power_of_two, on_device
+
+TILE = 64
+WORDS = 128  # 32-bit mask words of a tile
+HALF_TYPES = (torch.float16, torch.bfloat16)
+# Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
+# The compiler takes them from the producer warp and gives them to the consumers.
+_REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
+_MAX_UNITS = 2**31 - 2**20  # unit numbers are 32-bit; every worker asks for one past the end
+
+
+@cache
+def _kernel_is_there() -> bool:
+    """Whether this Triton has the dialect the kernel is written in."""
+    try:
+        from . import hopper_kernel
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(hopper_kernel, "attention_hopper_kernel")
+
+
+def hopper_refusal(
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    units: int,
+    *,
+    plain: bool,
+) -> str | None:
+    """Why the Hopper kernel cannot run a problem, None where it can.
+
+    Args:
+        head_dim, value_dim: of q and k, and of v.
+        dtype: of q, k and v.
+        capability: (major, minor) of the device.
+        units: batch * heads * tile rows.
+        plain: no padding, no bias, no softcap and a positive scale.
+    """
+    if capability[0] != 9 or torch.version.hip is not None:
+        return "it needs a Hopper GPU"
+    if dtype not in HALF_TYPES:
+        return f"it takes fp16 and bf16, not {dtype}"
+    if head_dim != value_dim or not 32 < head_dim <= 128 or head_dim % 8:
+        return f"it takes equal head dims of 40 to 128 in steps of 8, not {head_dim}, {value_dim}"
+    if not plain:
+        return "it takes no padding, bias or softcap and a positive scale"
+    if not 0 < units < _MAX_UNITS:
+        return f"it takes up to {_MAX_UNITS} units, not {units}"
+    return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
+
+
+def attention_hopper_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor],
+    scale: float,
+    programs: int,
+    stages: int,
+    heavy_rows: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch the Hopper kernel.
+
+    Args:
+        q: [batch, heads, q_len, head_dim], fp16 or bf16; copied if its strides or address do not
+            suit TMA (16 bytes).
+        k: [batch, kv_heads, k_len, head_dim]; heads is a multiple of kv_heads.
+        v: like k.
+        mask: arrays of the block mask with tiles of 64 x 64 and fragments, int32 [tiles, 128], in
+            place of the bitmap.
+        scale: factor of the dot products, positive.
+        programs: per multiprocessor, 1 to 4.
+        stages: tiles of keys and values in flight.
+        heavy_rows: so many of the heaviest tile rows of every head come first.
+        return_lse: also return the log-sum-exp of the masked scores.
+
+    Returns:
+        out: logical [batch, heads, q_len, head_dim] in [batch, q_len, heads, head_dim] memory.
+        lse: fp32 [batch, heads, q_len], natural logarithm, -inf on rows without keys; [0] if not
+            asked.
+
+    Raises:
+        ValueError: a size or array that the kernel does not take.
+    """
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_kernel import attention_hopper_kernel
+
+    arrays = TileMask(*mask)
+    batch, heads, q_len, head_dim = q.shape
+    k_len = k.shape[2]
+    rows = -(-q_len // TILE)
+    _check(q, k, v, arrays, scale, rows)
+    out, lse = empty_result(q, head_dim, return_lse)
+    if out.numel() == 0:
+        return out.transpose(1, 2), lse
+    if k_len == 0:
+        return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
+    block_d = next_power_of_two(head_dim)
+    tiles = gl.NVMMASharedLayout(128, 16, rank=4)
+    words = gl.NVMMASharedLayout(0, 32, rank=2)
+    operands = [
+        TensorDescriptor(t, list(t.shape), _strides(t), [1, 1, TILE, block_d], tiles)
+        for t in (_for_tma(q), _for_tma(k), _for_tma(v), out.transpose(1, 2))
+    ]
+    fragments = arrays.bitmap
+    has_part = fragments.shape[0] > 0
+    if not has_part:
+        fragments = fragments.new_empty((1, WORDS))
+    operands.append(
+        TensorDescriptor(fragments, list(fragments.shape), [WORDS, 1], [1, WORDS], words)
+    )
+    units = rows * batch * heads
+    workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
+    with on_device(q):
+        queue = arrays.row_ptr.new_zeros(1)
+        attention_hopper_kernel[(min(workers, units),)](
+            *operands, lse if return_lse else queue, queue,
+            arrays.plane_map, *broadcast_strides(arrays.plane_map),
+            arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
+            batch * heads, heads, q_len, rows, min(heavy_rows, rows),
+            MULT=float(scale) * LOG2E,
+            BLOCK_D=block_d,
+            STAGES=stages,
+            Q_SLOTS=query_slots(block_d, programs),
+            GROUP=heads // k.shape[1],
+            SINGLE_PLANE=arrays.row_order.shape[0] == rows,
+            HAS_PART=has_part,
+            RETURN_LSE=return_lse,
+            num_warps=4,
+            maxnreg=_REGISTERS[programs],
+        )  # fmt: skip
+    return out.transpose(1, 2), lse
+
+
+def query_slots(block_d: int, programs: int) -> int:
+    """Query tiles a program holds: two, so that the next one is there, where memory allows it."""
+    return 1 if block_d * programs > 192 else 2
+
+
+def hopper_shared_memory_bytes(block_d: int, programs: int, stages: int) -> int:
+    """Shared memory of a program: query tiles, result, ``stages`` tiles of k and v, barriers."""
+    tile = TILE * block_d * 2
+    return (query_slots(block_d, programs) + 1) * tile + stages * (2 * tile + WORDS * 4) + 1024
+
+
+def _for_tma(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it if TMA cannot address it: 16-byte strides and address."""
+    step = 16 // tensor.element_size()
+    suits = (
+        tensor.stride(3) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(
+            size == 1 or (stride > 0 and stride % step == 0)
+            for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        )
+    )
+    return tensor if suits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Strides with a valid number where a size of 1 makes them meaningless."""
+    row = tensor.shape[3]
+    return [
+        row if size == 1 and axis < 3 else stride
+        for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float, rows: int) -> None:
+    planes = mask.row_order.shape[0] // max(1, rows)
+    rules = {
+        "q, k and v must be fp16 or bf16, all the same": (
+            q.dtype in HALF_TYPES and q.dtype == k.dtype == v.dtype
+        ),
+        "q [B,H,Q,D], k and v [B,G,K,D] must agree, H a multiple of G": (
+            q.dim() == 4
+            and k.shape == v.shape
+            and k.shape[0] == q.shape[0]
+            and k.shape[3] == q.shape[3]
+            and k.shape[1] > 0
+            and q.shape[1] % k.shape[1] == 0
+        ),
+        "the head dim must be 40 to 128 in steps of 8": (
+            32 < q.shape[3] <= 128 and q.shape[3] % 8 == 0
+        ),
+        "the scale must be positive": scale > 0,
+        f"row_ptr, full_start and row_order must cover {rows} tile rows of {TILE} per plane": (
+            mask.full_start.shape[0] == mask.row_order.shape[0] == planes * rows
+            and mask.row_ptr.shape[0] == planes * rows + 1
+        ),
+        f"the bitmap must be the mask's fragments, int32 [tiles, {WORDS}]": (
+            mask.bitmap.dtype == torch.int32
+            and mask.bitmap.dim() == 2
+            and mask.bitmap.shape[1] == WORDS
+            and mask.bitmap.is_contiguous()
+        ),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(
+                f"Hopper attention kernel: {rule}; got {q.dtype} q {tuple(q.shape)}, "
+                f"k {tuple(k.shape)}, v {tuple(v.shape)}, scale {scale}, "
+                f"bitmap {mask.bitmap.dtype} {tuple(mask.bitmap.shape)}"
+            )

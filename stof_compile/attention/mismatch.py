@@ -1,0 +1,29 @@
+"""Why something that looks like attention is not taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from stof_compile.node_ops import argument, raw_name
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Why something that looks like attention is not taken."""
+
+    reason: str
+
+
+def described(node: Node) -> str:
+    """A node in the words of a reason."""
+    if node.op == "output":
+        return "the graph's result"
+    return f"'{node.name}' ({raw_name(node) or node.op})"
+
+
+def tensor_input(node: Node, index: int) -> Node | Mismatch:
+    """The node that an operation on one tensor reads."""
+    source = argument(node, index, "input")
+    return source if isinstance(source, Node) else Mismatch(f"cannot read {described(node)}")

@@ -1,0 +1,29 @@
+"""Copies of a captured graph that share its tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.fx import GraphModule, Node
+
+DYNAMO_ATTRIBUTES = (
+    "_param_name_to_source",
+    "compile_subgraph_reason",
+    "_backend_id",
+)  # read by AOTAutograd and by us
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Copy a graph with its meta; tensors and submodules are shared."""
+    graph, copies = torch.fx.Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, twin in copies.items():
+        if hasattr(node, "_dynamo_source"):  # AOTAutograd wants to know where each input is from
+            twin._dynamo_source = node._dynamo_source
+    copied = GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    for name in DYNAMO_ATTRIBUTES:
+        if hasattr(gm, name):
+            setattr(copied, name, copy.copy(getattr(gm, name)))
+    return copied

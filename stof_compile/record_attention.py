@@ -1,0 +1,52 @@
+"""What became of a graph's attention, written into its record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from stof_compile.attention.site import NearMiss
+from stof_compile.attention.site_report import SiteReport
+from stof_compile.dump import Record, SiteRecord
+from stof_compile.errors import StofUnsupportedError
+from stof_compile.options import StofOptions
+
+logger = logging.getLogger("stof_compile")
+
+
+def record_near_misses(near_misses: Sequence[NearMiss], opts: StofOptions, record: Record) -> None:
+    """Note every near miss and log it.
+
+    Raises:
+        StofUnsupportedError: ``strict`` and there is one.
+    """
+    for miss in near_misses:
+        record.add_near_miss(miss.name, miss.node.name, miss.reason)
+        logger.info("%s is left to PyTorch: %s", miss.name, miss.reason)
+        if opts.strict and opts.attention != "off":
+            raise StofUnsupportedError(
+                f"{miss.name} is left to PyTorch: {miss.reason} (strict=True; {miss.source})"
+            )
+
+
+def record_sites(reports: Sequence[SiteReport], record: Record) -> None:
+    """Note every site; one that was not rewritten is a fallback."""
+    for report in reports:
+        record.sites.append(_site_record(report))
+        if report.status != "rewritten":
+            record.add_fallback(report.name, report.reason)
+
+
+def _site_record(report: SiteReport) -> SiteRecord:
+    return SiteRecord(
+        name=report.name,
+        form=report.form,
+        status=report.status,
+        kernel=report.kernel,
+        source=report.source,
+        shape=report.shape,
+        mask=report.mask,
+        statistics=report.statistics,
+        choice=report.choice,
+        notes=[report.reason] if report.reason else [],
+    )

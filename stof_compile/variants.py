@@ -1,0 +1,65 @@
+"""Variants of a compiled graph that only a call can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from stof_compile.attention.functional import current_override
+from stof_compile.capture import CaptureFacts, read_capture
+from stof_compile.dump import Record
+from stof_compile.folded import FoldedBuffers
+from stof_compile.options import StofOptions
+from stof_compile.static_values import StaticValues
+
+
+def with_variants(
+    compiled: Callable[..., Any],
+    compile_again: Callable[[Sequence[Any], StofOptions, bool], Callable[..., Any]],
+    opts: StofOptions,
+    record: Record,
+    folded: FoldedBuffers,
+) -> Callable[..., Any]:
+    """Wrap the compiled graph.
+
+    It reads ``attention_kernel(...)`` at call time and keeps one variant per kernel and input
+    shapes, and another that reads its masks at run time once a buffer taken for constant changes.
+
+    Args:
+        compile_again: (inputs, options, constant) -> the captured graph compiled once more; not
+            ``constant``: buffers are read at run time.
+    """
+    variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def run(*inputs: Any) -> Any:
+        kernel = current_override()
+        constant = folded.unchanged(inputs)
+        if kernel is None and constant:
+            return compiled(*inputs)
+        shapes = (tuple(i.shape) if isinstance(i, torch.Tensor) else i for i in inputs)
+        key = (kernel, constant, *shapes)
+        if key not in variants:
+            forced = opts if kernel is None else replace(opts, attention=kernel)
+            variants[key] = compile_again(inputs, replace(forced, dump_dir=None), constant)
+        return variants[key](*inputs)
+
+    run.stof_record = record  # type: ignore[attr-defined]
+    return run
+
+
+def facts_at_call(
+    gm: GraphModule, inputs: Sequence[Any], facts: CaptureFacts, *, constant: bool
+) -> CaptureFacts:
+    """Facts of a captured graph with the inputs of a call; ``facts`` are those of compile time."""
+    here = read_capture(gm, inputs)
+    return replace(  # what Dynamo's frames told at compile time is not to be seen at call time
+        here,
+        static=here.static if constant else StaticValues(gm.graph, {}),
+        module_paths=facts.module_paths,
+        path_known=facts.path_known,
+        whole_model=facts.whole_model,
+    )

@@ -1,0 +1,304 @@
+"""The Hopper kernel: which problems get it, what it compiles to, and its results on the GPU."""
+
+import pytest
+import torch
+from close import assert_close
+from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward, configs
+from stof_compile.kernels.attention_hopper import (
+    _REGISTERS,
+    attention_hopper_forward,
+    hopper_refusal,
+    hopper_shared_memory_bytes,
+    query_slots,
+)
+from stof_compile.kernels.limits import shared_memory_limit
+from stof_compile.kernels.problem import next_power_of_two
+from stof_compile.kernels.reference import attention_reference
+
+from stof_compile import masks
+from stof_compile.attention.call import honest_config, mask_arrays
+from stof_compile.errors import StofMaskError
+from stof_compile.masks import bitmap
+from stof_compile.masks.block_mask import build_block_mask
+from stof_compile.masks.fragments import from_fragments, to_fragments
+from stof_compile.ops_block import _HEAVY_ROWS, _HOPPER, _STAGES, hopper_programs
+
+pytest.importorskip("triton.experimental.gluon")
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+HOPPER = (9, 0)
+BIG = {"q_len": 2048, "planes": 192, "plain": True}
+
+
+# -- choice ---------------------------------------------------------------------------------------
+
+
+def offered(head_dim=64, dtype=HALF, capability=HOPPER, **facts):
+    found = configs(head_dim, dtype, capability, **{**BIG, **facts})
+    return [config for config in found if config.hopper]
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_offered_first_where_there_are_many_rows(head_dim, dtype):
+    assert configs(head_dim, dtype, HOPPER, **BIG)[0].hopper
+    assert not configs(head_dim, dtype, HOPPER, **{**BIG, "q_len": 256})[0].hopper
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"plain": False},
+        {"capability": (8, 0)},
+        {"capability": (10, 0)},
+        {"dtype": torch.float32},
+        {"head_dim": 32},
+        {"head_dim": 192},
+        {"head_dim": 68},
+        {"value_dim": 128},
+        {"q_len": 128, "planes": 12},
+        {"q_len": None},
+    ],
+    ids=str,
+)
+def test_not_offered_where_it_cannot_run_or_cannot_win(facts):
+    assert not offered(**facts)
+
+
+def test_refusal_names_the_reason():
+    assert "Hopper" in hopper_refusal(64, 64, HALF, (8, 0), 4096, plain=True)
+    assert "padding" in hopper_refusal(64, 64, HALF, HOPPER, 4096, plain=False)
+    assert hopper_refusal(64, 64, HALF, HOPPER, 4096, plain=True) is None
+
+
+def test_operator_reads_the_right_fields():
+    config = BlockConfig(num_stages=5, hopper=2, heavy_rows=7)
+    assert (config[_STAGES], config[_HOPPER], config[_HEAVY_ROWS]) == (5, 2, 7)
+    assert hopper_programs(config) == 2 and hopper_programs(BlockConfig()[:9]) == 0
+    with pytest.raises(ValueError, match="hopper"):
+        q = torch.zeros(1, 1, 64, 64, dtype=HALF)
+        attention_block_forward(q, q, q, [], None, None, 1.0, 0.0, 0, [], list(config), False)
+
+
+# -- mask -----------------------------------------------------------------------------------------
+
+
+def test_fragments_keep_the_scores_a_thread_holds():
+    generator = torch.Generator().manual_seed(11)
+    tiles = torch.rand(37, 64, 64, generator=generator) < 0.4
+    words = bitmap.pack(tiles)
+    fragments = to_fragments(words)
+    assert torch.equal(from_fragments(fragments), words)
+    thread, bit = torch.meshgrid(torch.arange(128), torch.arange(32), indexing="ij")
+    row = 16 * (thread // 32) + 8 * (bit // 16) + thread // 4 % 8
+    column = 8 * (bit // 2 % 8) + 2 * (thread % 4) + bit % 2
+    assert torch.equal(
+        (fragments[:, :, None] >> torch.arange(32) & 1).bool(), tiles[:, row, column]
+    )
+    assert to_fragments(words[:0]).shape == (0, 128)
+
+
+def test_mask_arrays_and_heavy_rows_follow_the_config():
+    mask = build_block_mask(
+        masks.bigbird(window=16, global_tokens=16, random_fill=0.1), 1024, 1024, 64
+    )
+    portable, hopper = BlockConfig(), BlockConfig(hopper=3)
+    assert mask_arrays(mask, portable)["bitmap"] is mask.bitmap
+    assert mask_arrays(mask, hopper)["bitmap"] is mask.fragments
+    assert honest_config(mask, hopper)[_HEAVY_ROWS] == mask.heavy_rows == 1
+    assert honest_config(mask, portable)[_HEAVY_ROWS] == 0
+    even = build_block_mask(masks.dense(), 1024, 1024, 64)
+    assert even.heavy_rows == 0
+    with pytest.raises(StofMaskError, match="64 x 64"):
+        _ = build_block_mask(masks.dense(), 256, 256, 32).fragments
+
+
+def test_gradient_is_the_same_from_fragments():
+    spec = masks.longformer(20, 9)
+    mask = build_block_mask(spec, 130, 130, 64)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, grad = torch.randn(4, 1, 2, 130, 40, dtype=torch.float64, generator=generator)
+
+    def gradients(arrays):
+        ctx = type("Context", (), {})()
+        ctx.saved_tensors = (q, k, v, *arrays.values(), None, None)
+        ctx.scale, ctx.softcap, ctx.q_offset, ctx.band = 0.3, 0.0, 0, []
+        ctx.config, ctx.inputs, ctx.return_lse = list(BlockConfig()), 18, False
+        ctx.needs_input_grad = (True,) * 18
+        from stof_compile.ops_block import attention_gradient
+
+        return attention_gradient(ctx, grad, None)[:3]
+
+    plain = gradients(mask_arrays(mask, BlockConfig()))
+    fragments = gradients(mask_arrays(mask, BlockConfig(hopper=3)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, fragments, strict=True))
+
+
+def test_arguments_are_checked():
+    mask = build_block_mask(masks.causal(), 128, 128, 64)
+    arrays = list(mask_arrays(mask, BlockConfig(hopper=3)).values())
+    q = torch.zeros(1, 2, 128, 64, dtype=HALF)
+    for change, message in (
+        ({"q": q.float()}, "fp16 or bf16"),
+        ({"q": q[..., :32]}, "agree"),
+        ({"scale": -1.0}, "positive"),
+        ({"mask": list(mask.tensors)}, "fragments"),
+        ({"q": torch.zeros(1, 2, 65 * 64, 64, dtype=HALF)}, "cover 65"),
+    ):
+        call = {"q": q, "k": q, "v": q, "mask": arrays, "scale": 1.0} | change
+        with pytest.raises(ValueError, match=message):
+            attention_hopper_forward(**call, programs=3, stages=3, heavy_rows=0, return_lse=False)
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("features", [{}, {"HAS_PART": False}, {"all": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiles_without_spills(head_dim, features, dtype):
+    from compiling import compile_gluon, needs
+    from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
+    from triton.experimental.gluon import language as gl
+
+    tile = gl.NVMMASharedLayout(128, 16, rank=4)
+    block_d = next_power_of_two(head_dim)
+    descriptors = {name: f"{dtype}[1, 1, 64, {block_d}],{tile!r}" for name in "qkvo"}
+    descriptors["word"] = f"i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}"
+    everything = "all" in features
+    for config in offered(head_dim):
+        constants = {
+            "MULT": 0.18,
+            "BLOCK_D": block_d,
+            "STAGES": config.num_stages,
+            "Q_SLOTS": query_slots(block_d, config.hopper),
+            "GROUP": 4 if everything else 1,
+            "SINGLE_PLANE": not everything,
+            "HAS_PART": features.get("HAS_PART", True),
+            "RETURN_LSE": everything,
+        }
+        compiled = compile_gluon(
+            attention_hopper_kernel,
+            90,
+            {f"{name}_desc": f"tensordesc<{text}>" for name, text in descriptors.items()},
+            constants,
+            maxnreg=_REGISTERS[config.hopper],
+        )
+        found = needs(compiled, 90)
+        assert found.spill_bytes == 0
+        assert found.registers * 256 * config.hopper <= 65536
+        # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
+        assert (found.shared_bytes + 1024) * config.hopper <= 228 * 1024
+        estimate = hopper_shared_memory_bytes(block_d, config.hopper, config.num_stages)
+        assert found.shared_bytes <= estimate <= shared_memory_limit(HOPPER)
+        text = compiled.asm["ptx"]
+        assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
+        assert "setmaxnreg" in text
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def rules():
+    generator = torch.Generator().manual_seed(3)
+    keep = torch.rand(2, 4, 330, 330, generator=generator) < 0.3
+    keep[:, :, 64:140] = False  # rows without keys, a tile row among them
+    keep[:, :, 192:256, 64:192] = True  # full tiles
+    return {
+        "causal": masks.causal(),
+        "sliding": masks.sliding_window(33),
+        "bigbird": masks.bigbird(window=24, global_tokens=17, random_fill=0.2),
+        "dense": masks.dense(),
+        "tiles only": masks.block_diagonal(64),
+        "planes": masks.from_tensor(keep),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", rules())
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 128])
+@pytest.mark.parametrize(("group", "dtype"), [(1, HALF), (4, BRAIN)])
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_gpu(rule, head_dim, group, dtype, programs):
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    if head_dim > 64 and programs == 3:
+        pytest.skip("its tiles do not fit the memory three times")
+    batch, heads, length = 2, 4, 330
+    device = torch.device("cuda")
+    spec = rules()[rule]
+    packed = torch.randn(batch, length, heads, head_dim, device=device, dtype=dtype)
+    q = packed.transpose(1, 2)  # strided, as models have it
+    k, v = torch.randn(2, batch, heads // group, length, head_dim, device=device, dtype=dtype)
+    mask = build_block_mask(spec, length, length, 64, batch=batch, heads=heads, device=device)
+    config = honest_config(mask, BlockConfig(num_stages=2, hopper=programs))
+    arrays = mask_arrays(mask, config).values()
+    keep = mask.to_dense()
+    expected, expected_lse = attention_reference(
+        q.double(), k.double(), v.double(), keep, None, None, head_dim**-0.5, 0.0, True
+    )
+    for _ in range(3):  # workers race for units: the result must not depend on who wins
+        poison = torch.full((batch * length * heads * head_dim,), float("nan"), device=device)
+        poison = poison.to(dtype)
+        del poison
+        out, lse = torch.ops.stof.attention_block(
+            q, k, v, *arrays, None, None, head_dim**-0.5, 0.0, 0, [], config, True
+        )
+        assert_close(out, expected, dtype)
+        finite = expected_lse.isfinite()
+        assert torch.equal(lse.isfinite(), finite)
+        torch.testing.assert_close(lse[finite].double(), expected_lse[finite], rtol=0, atol=5e-3)
+
+
+@pytest.mark.gpu
+def test_gpu_copies_what_tma_cannot_address_and_takes_other_lengths():
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    device, dim = torch.device("cuda"), 64
+    storage = torch.randn(3, 1, 2, 200, dim + 4, device=device, dtype=HALF)
+    q, k, v = storage[..., 1 : dim + 1]  # odd strides and addresses
+    q = q[:, :, :70]
+    mask = build_block_mask(masks.causal(lower_right=True), 70, 200, 64, device=device)
+    config = honest_config(mask, BlockConfig(hopper=3))
+    out, lse = torch.ops.stof.attention_block(
+        q, k.expand(1, 2, 200, dim), v, *mask_arrays(mask, config).values(),
+        None, None, 0.2, 0.0, 0, [], config, False,
+    )  # fmt: skip
+    expected = attention_reference(
+        q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.2
+    )
+    assert_close(out, expected, HALF)
+    assert lse.numel() == 0
+
+
+@pytest.mark.gpu
+def test_gpu_replays_in_a_cuda_graph():
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    device = torch.device("cuda")
+    q, k, v = torch.randn(3, 2, 4, 512, 64, device=device, dtype=HALF)
+    mask = build_block_mask(
+        masks.bigbird(window=24, global_tokens=17, random_fill=0.2), 512, 512, 64, device=device
+    )
+    config = honest_config(mask, BlockConfig(hopper=3))
+    arrays = list(mask_arrays(mask, config).values())
+
+    def attend():
+        return torch.ops.stof.attention_block(
+            q, k, v, *arrays, None, None, 0.125, 0.0, 0, [], config, False
+        )[0]
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for _ in range(3):
+        for t in (q, k, v):
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        expected = attention_reference(
+            q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.125
+        )
+        assert_close(out, expected, HALF)
