@@ -36,6 +36,7 @@ from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
 from stof_compile.plan import Plan
 from stof_compile.record_attention import record_near_misses, record_sites
+from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key, write_atomic
 from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
 from stof_compile.variants import facts_at_call, with_variants
@@ -128,6 +129,10 @@ def _rewrite(
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
     ctx = LoweringContext(facts, opts, store, Budget(opts.tune_budget_s), plan, {})
     reports = lower_attention(gm, sites, resolved, ctx)
+    if opts.fusion == "auto" and not facts.grad_enabled:
+        shortened = shorten_gelu(gm)
+        if shortened:
+            record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
     erase_unused(gm.graph)  # views and mask parts written for sites that stayed
     record_sites(reports, record)
     folded = facts.static.folded.union(*(report.folded for report in reports))

@@ -16,7 +16,7 @@ from stof_compile.errors import StofOptionError
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ATTENTION_CHOICES = ("auto", "paper", "block", "row", "gather", "flex", "sdpa", "off")
-FUSION_CHOICES = ("off",)
+FUSION_CHOICES = ("auto", "off")
 
 
 def _about(doc: str, unit: str = "") -> dict[str, str]:
@@ -50,7 +50,11 @@ class StofOptions:
         ),
     )
     fusion: str = field(
-        default="off", metadata=_about("fusion of the operators after attention: off")
+        default="auto",
+        metadata=_about(
+            "operators after attention: auto (exact GELU of half types on CUDA is written shorter; "
+            "Inductor fuses) or off (all is left to Inductor)"
+        ),
     )
     tune_budget_s: float = field(
         default=60.0,

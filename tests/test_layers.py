@@ -16,6 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compiled_root",
             "emit",
             "folded",
+            "short_gelu",
             "expand_multihead",
             "node_ops",
             "static_values",

@@ -32,7 +32,7 @@ def test_defaults():
         ({"mode": 3}, ["a string or None"]),
         ({"attention": "blocks"}, ["did you mean 'block'"]),
         ({"attention": None}, ["'attention' must be a string"]),
-        ({"fusion": "auto"}, ["valid: off"]),
+        ({"fusion": "on"}, ["valid: auto, off"]),
         ({"tune_budget_s": -1}, [">= 0", "-1"]),
         ({"tune_budget_s": float("nan")}, ["finite"]),
         ({"tune_budget_s": float("inf")}, ["finite"]),

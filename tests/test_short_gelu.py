@@ -1,0 +1,91 @@
+"""Exact GELU in half precision, written shorter: as exact as torch's, and only where it applies."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import symbolic_trace
+
+from stof_compile.short_gelu import short_gelu, shorten_gelu
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+def every_number(dtype):
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_every_half_number_is_rounded_at_least_as_well_as_by_torch(dtype):
+    x = every_number(dtype)
+    x = x[x.isfinite()]
+    exact = x.double() * 0.5 * torch.special.erfc(-x.double() * 0.5**0.5)
+    here = short_gelu(x, dtype)
+    there = nn.functional.gelu(x.float()).to(dtype)
+    wrong_here, wrong_there = ((y != exact.to(dtype)).sum().item() for y in (here, there))
+    assert here.dtype == dtype and wrong_here <= wrong_there
+    # one unit in the last place of the result
+    step = torch.finfo(dtype).eps * exact.abs().clamp(min=torch.finfo(dtype).tiny)
+    assert bool(((here.double() - exact).abs() <= step).all())
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_special_numbers(dtype):
+    x = torch.tensor([float("inf"), float("nan"), 0.0, -0.0], dtype=dtype)
+    found = short_gelu(x, dtype)
+    assert found[0] == float("inf") and found[1].isnan() and bool((found[2:] == 0).all())
+
+
+def graph_of(function, dtype, device):
+    gm = symbolic_trace(function)
+    with FakeTensorMode():
+        value = torch.empty(4, 8, dtype=dtype, device=device)
+    for node in gm.graph.nodes:
+        node.meta["example_value"] = value
+    return gm
+
+
+def exact(x):
+    return nn.functional.gelu(x) + torch._C._nn.gelu(x, approximate="none")
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_rewrites_exact_gelu_of_half_types_on_cuda(dtype):
+    gm = graph_of(exact, dtype, "cuda")
+    assert shorten_gelu(gm) == 2 and shorten_gelu(gm) == 0
+    gm.graph.lint()
+    names = [str(node.target) for node in gm.graph.nodes]
+    assert not any("gelu" in name for name in names)
+    added = [node for node in gm.graph.nodes if node.meta.get("stof_emitted")]
+    assert all("example_value" in node.meta for node in added)
+    assert {n.meta["example_value"].dtype for n in added} == {dtype, torch.float32, torch.bool}
+    gm.recompile()
+    x = torch.randn(4, 8).to(dtype)
+    torch.testing.assert_close(gm(x), exact(x), rtol=4e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "device"),
+    [
+        (exact, torch.float32, "cuda"),
+        (exact, HALF, "cpu"),
+        (lambda x: nn.functional.gelu(x, approximate="tanh"), HALF, "cuda"),
+    ],
+    ids=["fp32", "cpu", "tanh"],
+)
+def test_leaves_the_others(function, dtype, device):
+    assert shorten_gelu(graph_of(function, dtype, device)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", ["auto", "off"])
+def test_gpu_model(fusion, fresh_dynamo, tmp_path):
+    from stof_compile import explain
+
+    layer = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 8)).half().cuda()
+    x = torch.randn(3, 33, 64, device="cuda", dtype=HALF)
+    with torch.no_grad():
+        options = {"fusion": fusion, "cache_dir": str(tmp_path)}
+        fast = torch.compile(layer, backend="stof", options=options)
+        torch.testing.assert_close(fast(x), layer(x), rtol=4e-3, atol=2e-3)
+    assert ("GELU" in str(explain(fast))) == (fusion == "auto")
