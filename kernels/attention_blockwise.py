@@ -18,6 +18,7 @@ from .limits import (
     shared_memory_bytes,
     shared_memory_limit,
     tf32_allowed,
+    without_spills,
 )
 from .problem import (
     TileMask,
@@ -118,16 +119,23 @@ def configs(
     block_dv = next_power_of_two(value_dim or head_dim)
     limit = shared_memory_limit(capability)
     tf32 = int(dtype == torch.float32 and tf32_allowed())
-    tallest = 128 if q_len is None else max(16, next_power_of_two(q_len))
+    tallest = 128 if q_len is None else next_power_of_two(q_len)
     few = q_len is not None and planes is not None and planes * -(-q_len // 64) < _FEW_PROGRAMS
-    offered = _TILES_FP32 if itemsize == 4 else _TILES_FEW_ROWS if few else _TILES
-    tiles = [
+    every = _TILES_FP32 if itemsize == 4 else _TILES
+    fitting = [
         (block_q, block_k, warps)
-        for block_q, block_k, warps in offered
-        if block_q <= tallest
-        and fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
+        for block_q, block_k, warps in dict.fromkeys((*every, *_TILES_FEW_ROWS))
+        if fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
         and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
-    ][: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
+    ]
+    problem = ("block", head_dim, itemsize, capability)
+    fitting = without_spills(fitting, *problem) or fitting
+    wanted = _TILES_FEW_ROWS if few and itemsize < 4 else every
+    tiles = [tile for tile in wanted if tile in fitting and tile[0] <= tallest]
+    if not tiles:  # too tall or too many keys is slow, but right
+        rest = [tile for tile in every if tile in fitting]
+        tiles = [tile for tile in rest if tile[0] <= tallest] or rest
+    tiles = tiles[: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
     loops = _loops(has_part, has_full, is_band, capability)
     found = []
     for rank, (block_q, block_k, warps) in enumerate(tiles):
@@ -137,6 +145,9 @@ def configs(
             # a branch around the mask costs registers: it is offered for the first tile alone
             for loop in loops if rank == 0 else [loop for loop in loops if loop not in (5, 7)]:
                 found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
+    # loops 3 is right for any mask
+    instead = list(dict.fromkeys(config._replace(loops=3) for config in found))
+    found = without_spills(found, *problem) or without_spills(instead, *problem) or found
     # heads as the fastest axis let the heavy rows of all heads start together
     found += [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)

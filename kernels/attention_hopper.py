@@ -7,11 +7,20 @@ The same function, mask storage and operator as ``attention_blockwise.py``; a ``
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .problem import LOG2E, TileMask, broadcast_strides, empty_result, next_power_of_two, on_device
+from .problem import (
+    LOG2E,
+    TileMask,
+    broadcast_strides,
+    check_problem,
+    empty_result,
+    next_power_of_two,
+    on_device,
+)
 
 TILE = 64
 WORDS = 128  # 32-bit mask words of a tile
@@ -97,27 +106,38 @@ def attention_hopper_forward(
     Raises:
         ValueError: a size or array that the kernel does not take.
     """
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .hopper_kernel import attention_hopper_kernel
 
     arrays = TileMask(*mask)
-    batch, heads, q_len, head_dim = q.shape
-    k_len = k.shape[2]
-    rows = -(-q_len // TILE)
-    _check(q, k, v, arrays, scale, rows)
+    p = check_problem(q, k, v, arrays, None, None, TILE, TILE, fragments=True)
+    head_dim = p.head_dim
+    units = p.rows * p.batch * p.heads
+    if not q.is_cuda:
+        raise ValueError(f"Hopper attention kernel: it runs on a GPU, not on {q.device}")
+    refusal = hopper_refusal(
+        head_dim,
+        p.value_dim,
+        q.dtype,
+        torch.cuda.get_device_capability(q.device),
+        max(units, 1),
+        plain=scale > 0,
+    )
+    if refusal is None and programs not in _REGISTERS:
+        refusal = f"programs must be one of {sorted(_REGISTERS)}, not {programs}"
+    if refusal is not None:
+        raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
     if out.numel() == 0:
         return out.transpose(1, 2), lse
-    if k_len == 0:
+    if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
     block_d = next_power_of_two(head_dim)
-    tiles = gl.NVMMASharedLayout(128, 16, rank=4)
-    words = gl.NVMMASharedLayout(0, 32, rank=2)
+    tiles, words = _layouts()
     operands = [
         TensorDescriptor(t, list(t.shape), _strides(t), [1, 1, TILE, block_d], tiles)
-        for t in (_for_tma(q), _for_tma(k), _for_tma(v), out.transpose(1, 2))
+        for t in (_for_tma(p.q), _for_tma(p.k), _for_tma(p.v), out.transpose(1, 2))
     ]
     fragments = arrays.bitmap
     has_part = fragments.shape[0] > 0
@@ -126,7 +146,6 @@ def attention_hopper_forward(
     operands.append(
         TensorDescriptor(fragments, list(fragments.shape), [WORDS, 1], [1, WORDS], words)
     )
-    units = rows * batch * heads
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     with on_device(q):
         queue = arrays.row_ptr.new_zeros(1)
@@ -134,19 +153,27 @@ def attention_hopper_forward(
             *operands, lse if return_lse else queue, queue,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
-            batch * heads, heads, q_len, rows, min(heavy_rows, rows),
+            p.batch * p.heads, p.heads, p.q_len, p.rows, max(0, min(heavy_rows, p.rows)),
             MULT=float(scale) * LOG2E,
             BLOCK_D=block_d,
             STAGES=stages,
             Q_SLOTS=query_slots(block_d, programs),
-            GROUP=heads // k.shape[1],
-            SINGLE_PLANE=arrays.row_order.shape[0] == rows,
+            GROUP=p.group,
+            SINGLE_PLANE=p.single_plane,
             HAS_PART=has_part,
             RETURN_LSE=return_lse,
             num_warps=4,
             maxnreg=_REGISTERS[programs],
         )  # fmt: skip
     return out.transpose(1, 2), lse
+
+
+@cache
+def _layouts() -> tuple[Any, Any]:
+    """Shared-memory layouts of a tile and of its mask words."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 32, rank=2)
 
 
 def query_slots(block_d: int, programs: int) -> int:
@@ -181,41 +208,3 @@ def _strides(tensor: Tensor) -> list[int]:
         row if size == 1 and axis < 3 else stride
         for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
     ]
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float, rows: int) -> None:
-    planes = mask.row_order.shape[0] // max(1, rows)
-    rules = {
-        "q, k and v must be fp16 or bf16, all the same": (
-            q.dtype in HALF_TYPES and q.dtype == k.dtype == v.dtype
-        ),
-        "q [B,H,Q,D], k and v [B,G,K,D] must agree, H a multiple of G": (
-            q.dim() == 4
-            and k.shape == v.shape
-            and k.shape[0] == q.shape[0]
-            and k.shape[3] == q.shape[3]
-            and k.shape[1] > 0
-            and q.shape[1] % k.shape[1] == 0
-        ),
-        "the head dim must be 40 to 128 in steps of 8": (
-            32 < q.shape[3] <= 128 and q.shape[3] % 8 == 0
-        ),
-        "the scale must be positive": scale > 0,
-        f"row_ptr, full_start and row_order must cover {rows} tile rows of {TILE} per plane": (
-            mask.full_start.shape[0] == mask.row_order.shape[0] == planes * rows
-            and mask.row_ptr.shape[0] == planes * rows + 1
-        ),
-        f"the bitmap must be the mask's fragments, int32 [tiles, {WORDS}]": (
-            mask.bitmap.dtype == torch.int32
-            and mask.bitmap.dim() == 2
-            and mask.bitmap.shape[1] == WORDS
-            and mask.bitmap.is_contiguous()
-        ),
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise ValueError(
-                f"Hopper attention kernel: {rule}; got {q.dtype} q {tuple(q.shape)}, "
-                f"k {tuple(k.shape)}, v {tuple(v.shape)}, scale {scale}, "
-                f"bitmap {mask.bitmap.dtype} {tuple(mask.bitmap.shape)}"
-            )

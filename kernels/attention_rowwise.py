@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .limits import shared_memory_bytes, shared_memory_limit, tf32_allowed
+from .limits import shared_memory_bytes, shared_memory_limit, tf32_allowed, without_spills
 from .mask_tiles import band_bounds, split_program_id
 from .problem import (
     TileMask,
@@ -232,7 +232,7 @@ def configs(
         if shared_memory_bytes(16, keys, block_d, block_dv, 1, dtype.itemsize) > limit:
             continue
         found.append(RowConfig(16, block_k, warps, 2, tiles, tf32=tf32))
-    return found
+    return without_spills(found, "row", head_dim, dtype.itemsize, capability) or found
 
 
 def attention_row_forward(

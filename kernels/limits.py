@@ -1,6 +1,10 @@
 """What a GPU holds and what a tile needs: configs are pruned by this before any launch."""
 
+from typing import TypeVar
+
 import torch
+
+_Config = TypeVar("_Config", bound=tuple[int, ...])
 
 # Shared memory one program may use, bytes, by CUDA compute capability.
 _SHARED_BYTES = {
@@ -24,6 +28,41 @@ _VALUES_PER_THREAD = 140
 _VALUES_PER_THREAD_HOPPER = 165
 _VALUES_PER_THREAD_BLACKWELL = 155  # the accumulator lives apart and is copied to be rescaled
 _VALUES_PER_THREAD_FP32 = 36
+
+# What fits by the counts above and still spills a few bytes, by CUDA capability, head dim and bytes
+# of an element, as found by tests/kernels/test_compile_only.py with STOF_FULL_COMPILE=1 (Triton
+# 3.9). An entry is the beginning of a config: a tile (rows, keys, warps) that the others can do
+# without, or the stages and loops too where the tile is the best one or the last.
+_SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...], ...]]] = {
+    "block": {
+        ((8, 0), 32, 2): (
+            (64, 64, 4, 2, 3), (64, 64, 4, 2, 4), (64, 64, 4, 3, 3), (128, 64, 8), (32, 64, 4),
+        ),
+        ((8, 0), 96, 4): (
+            (32, 32, 8, 2, 3), (32, 32, 8, 3, 3), (32, 32, 8, 3, 4), (32, 32, 8, 3, 5),
+            (16, 16, 4, 2, 6), (16, 16, 4, 3, 3),
+        ),
+        ((8, 6), 96, 4): (
+            (32, 32, 8, 2, 5), (32, 32, 8, 2, 6), (16, 16, 4, 2, 1), (16, 16, 4, 3, 3),
+            (16, 16, 4, 3, 6),
+        ),
+        ((8, 6), 192, 2): ((32, 32, 4), (16, 16, 2)),
+        ((8, 6), 192, 4): ((16, 16, 4, 2, 1), (16, 16, 4, 2, 6)),
+        ((9, 0), 64, 4): ((64, 32, 8),),
+        ((9, 0), 72, 2): ((128, 128, 8),),
+        ((9, 0), 80, 2): ((128, 128, 8),),
+        ((9, 0), 96, 2): ((128, 128, 8),),
+        ((9, 0), 192, 2): ((64, 32, 4), (32, 64, 4)),
+        ((9, 0), 192, 4): ((16, 16, 4, 2, 3), (16, 16, 4, 3, 6)),
+        ((10, 0), 256, 4): ((16, 16, 4, 3, 7),),
+    },
+    "row": {
+        ((8, 0), 64, 2): ((16, 32, 8),),
+        ((8, 0), 64, 4): ((16, 32, 4),),
+        ((9, 0), 64, 4): ((16, 16, 2), (16, 32, 4)),
+        ((9, 0), 128, 4): ((16, 16, 4),),
+    },
+}  # fmt: skip
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
@@ -70,6 +109,20 @@ def fits_registers(
         # one address for 16 bytes; k and v take turns
         values += block_k * max(block_d, block_dv) * itemsize / 16
     return values / (32 * num_warps) <= limit
+
+
+def without_spills(
+    offered: list[_Config],
+    kernel: str,
+    head_dim: int,
+    itemsize: int,
+    capability: tuple[int, int],
+) -> list[_Config]:
+    """What is left of the configs of a kernel, "block" or "row", less those known to spill."""
+    if torch.version.hip is not None:  # its capabilities are numbered like CUDA's
+        return offered
+    known = _SPILLS[kernel].get((capability, head_dim, itemsize), ())
+    return [config for config in offered if not any(config[: len(e)] == e for e in known)]
 
 
 def tf32_allowed() -> bool:

@@ -63,6 +63,7 @@ def check_problem(
     bias: Tensor | None,
     block_q: int,
     block_k: int,
+    fragments: bool = False,
 ) -> AttentionProblem:
     """Check shapes, dtypes and tile sizes once, with messages that say what was wrong.
 
@@ -75,6 +76,7 @@ def check_problem(
         bias: added to the scores, broadcastable to [batch, heads, q_len, k_len], or None.
         block_q: query rows of a tile.
         block_k: keys of a tile.
+        fragments: the bitmap is the mask's fragments, int32 [tiles, 128], for the Hopper kernel.
 
     Raises:
         ValueError: an argument does not fit the others.
@@ -105,7 +107,8 @@ def check_problem(
             block >= 16 and block & (block - 1) == 0, f"{name} must be a power of two >= 16", block
         )
     rows = -(-q_len // block_q)
-    single_plane = _check_mask(mask, q, rows, block_q, block_k)
+    words = (torch.int32, 128) if fragments else (torch.int64, block_q // 8 * (block_k // 8))
+    single_plane = _check_mask(mask, q, rows, block_q, words)
     q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
     lanes = 16 // q.element_size()
     aligned = all(stride % lanes == 0 for t in (q, k, v) for stride in outer_strides(t))
@@ -237,10 +240,15 @@ def _pieces(band: Sequence[int]) -> dict[str, bool]:
     }
 
 
-def _check_mask(mask: TileMask, q: Tensor, rows: int, block_q: int, block_k: int) -> bool:
-    """Check the arrays against the tile grid; True when there is one plane only."""
+def _check_mask(
+    mask: TileMask, q: Tensor, rows: int, block_q: int, words: tuple[torch.dtype, int]
+) -> bool:
+    """Check the arrays against the tile grid; True when there is one plane only.
+
+    ``words`` is what the bitmap holds for a tile: a dtype and how many.
+    """
     for name, array in mask._asdict().items():
-        wanted = torch.int64 if name == "bitmap" else torch.int32
+        wanted = words[0] if name == "bitmap" else torch.int32
         _require(array.dtype == wanted, f"mask array {name} must be {wanted}", array.dtype)
         _require(array.device == q.device, f"mask array {name} must be on {q.device}", array.device)
         _require(array.is_contiguous(), f"mask array {name} must be contiguous", array.stride())
@@ -253,8 +261,8 @@ def _check_mask(mask: TileMask, q: Tensor, rows: int, block_q: int, block_k: int
         (mask.row_ptr.shape[0], mask.full_start.shape[0], mask.row_order.shape[0]),
     )
     _require(
-        mask.bitmap.dim() == 2 and mask.bitmap.shape[1] == (block_q // 8) * (block_k // 8),
-        f"bitmap must be [tiles, {block_q // 8 * (block_k // 8)}] for tiles {block_q} x {block_k}",
+        mask.bitmap.dim() == 2 and mask.bitmap.shape[1] == words[1],
+        f"bitmap must be {words[0]} [tiles, {words[1]}]",
         tuple(mask.bitmap.shape),
     )
     _require(

@@ -175,8 +175,10 @@ def tile_keep_rows(
         if band:
             part = band_keep(q_pos[:, :, None], k_pos[:, None, :], band)
             part &= (k_pos < k_len)[:, None, :]
+        elif bitmap.shape[0] == 0:  # full tiles only
+            part = torch.zeros(len(entry), block_q, block_k, dtype=torch.bool, device=device)
         else:
-            words = bitmap[bitmap_id[begin:end].long().clamp(max=max(0, bitmap.shape[0] - 1))]
+            words = bitmap[bitmap_id[begin:end].long().clamp(max=bitmap.shape[0] - 1)]
             part = expand_bitmap(words, block_q, block_k)
         tiles = torch.zeros(bottom - top, cols, block_q, block_k, dtype=torch.bool, device=device)
         tiles[row, col] = part | full[:, None, None]

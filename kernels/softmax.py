@@ -1,4 +1,4 @@
-"""Device functions of the online softmax that both attention kernels share.
+"""Device functions of the online softmax that the portable attention kernels share.
 
 A score is kept in a unit of its own: a weight is exp2(MULT * (score - maximum)), so the plain case
 keeps raw dot products and folds scale * log2(e) into one multiply-add with the maximum.

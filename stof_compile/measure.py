@@ -204,8 +204,25 @@ def _samples(
                 "compiled model once before capturing a graph"
             )
         index = torch.cuda.current_device() if device.index is None else device.index
-        with torch.cuda.device(index), torch.random.fork_rng(devices=[index]):
+        with torch.cuda.device(index), torch.random.fork_rng(devices=[]), _own_generator(index):
             return _time_on_cuda(fn, input_sets, budget_s, capture)
+
+
+@contextmanager
+def _own_generator(index: int) -> Iterator[None]:
+    """Give the GPU's default generator another state, and its own one back afterwards.
+
+    Restoring the numbers of the state is not enough: torch leaves the state that a failed capture
+    began with in its capturing mode, and every later random number of the process would raise.
+    """
+    torch.cuda.init()
+    generator = torch.cuda.default_generators[index]
+    own = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(own)
 
 
 @contextmanager

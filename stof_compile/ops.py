@@ -18,8 +18,10 @@ from stof_compile.ops_block import (
     attention_gradient,
     fake_attention,
     fake_gradients,
+    hopper_programs,
     load_launcher,
     save_attention,
+    with_heavy_rows,
 )
 
 __all__ = [
@@ -57,7 +59,7 @@ def attention_rule(
     because a block mask would need the value on the host.
     """
     spec = _spec(rule, tuple(rule_tensors))
-    batch, heads, q_len, head_dim = q.shape
+    batch, heads, q_len, _ = q.shape
     k_len = k.shape[2]
     if q_positions is not None or kernel == "sdpa":
         positions = _positions(q, q_offset, q_positions)
@@ -68,7 +70,8 @@ def attention_rule(
         return _attend_dense(q, k, v, keep, key_keep, bias, scale, softcap, return_lse)
 
     if q.is_cuda:
-        operator, config = _device_choice(kernel, q_len, head_dim, v.shape[3], q)
+        plain = key_keep is None and bias is None and softcap == 0 and scale > 0
+        operator, config = _device_choice(kernel, q, v.shape[3], plain)
     else:
         from stof_compile import ops_cpu  # noqa: F401  # registers stof::attention_cpu
         from stof_compile.kernels.attention_cpu import default_block
@@ -77,10 +80,14 @@ def attention_rule(
         config = [32, 32] if kernel == "flex" else list(default_block(q.dtype))
     tile = (config[0], config[1])
     block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
+    arrays = block_mask.tensors
+    if hopper_programs(config):
+        arrays = block_mask.hopper_tensors
+        config = with_heavy_rows(config, block_mask.heavy_rows)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     chosen = [] if q.is_cuda else [_cpu_choice(kernel, q.dtype, block_mask, softcap, return_lse)]
     out, lse = operator(
-        q, k, v, *block_mask.tensors, key_keep, bias, scale, softcap, q_offset, band, config,
+        q, k, v, *arrays, key_keep, bias, scale, softcap, q_offset, band, config,
         return_lse, *chosen,
     )  # fmt: skip
     return out, lse
@@ -277,14 +284,13 @@ def _cpu_choice(
     )
 
 
-def _device_choice(
-    kernel: str, q_len: int, head_dim: int, value_dim: int, q: Tensor
-) -> tuple[Any, list[int]]:
+def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[Any, list[int]]:
     """Triton operator and config for lengths that nothing was measured for."""
     if kernel not in ("auto", "block", "row"):
         raise StofUnsupportedError(
             f"attention={kernel!r} takes no mask rule on a GPU; use auto, block, row or sdpa"
         )
+    batch, heads, q_len, head_dim = q.shape
     capability = torch.cuda.get_device_capability(q.device)
     if kernel == "row" or (kernel == "auto" and q_len == 1):
         from stof_compile.kernels import attention_rowwise
@@ -294,7 +300,13 @@ def _device_choice(
     from stof_compile.kernels import attention_blockwise
 
     blockwise = attention_blockwise.configs(
-        head_dim, q.dtype, capability, value_dim=value_dim, q_len=q_len
+        head_dim,
+        q.dtype,
+        capability,
+        value_dim=value_dim,
+        q_len=q_len,
+        planes=batch * heads,
+        plain=plain,
     )
     return torch.ops.stof.attention_block, list(blockwise[0])
 

@@ -47,6 +47,8 @@ def attention_block(
     fragments.
     """
     if hopper_programs(config):
+        if key_keep is not None or bias is not None or softcap != 0:
+            raise ValueError("the Hopper kernel takes no padding, bias or softcap")
         out, lse = torch.ops.stof.attention_hopper(
             q, k, v, plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
             scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], return_lse,
@@ -122,7 +124,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def hopper_programs(config: Sequence[int]) -> int:
     """Programs per multiprocessor if a BlockConfig asks for the Hopper kernel, else 0."""
-    return config[_HOPPER] if len(config) > _HOPPER else 0
+    return config[_HOPPER] if len(config) > _HEAVY_ROWS else 0
+
+
+def with_heavy_rows(config: Sequence[int], heavy_rows: int) -> list[int]:
+    """The config with this mask's number of heavy rows."""
+    return [*config[:_HEAVY_ROWS], heavy_rows, *config[_HEAVY_ROWS + 1 :]]
 
 
 @torch.library.custom_op("stof::attention_backward", mutates_args=())

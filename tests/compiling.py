@@ -1,15 +1,14 @@
 """Compile a Triton kernel for a GPU that is not here and read what it needs there."""
 
+import contextlib
+import io
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 POINTERS = {
     "lse": "*fp32",
@@ -85,7 +84,7 @@ def needs(compiled: Any, target: int | str) -> Needs:
         registers = _number(r"\.vgpr_count:\s+(\d+)", text)
         spills = _number(r"\.vgpr_spill_count:\s+(\d+)", text) * 4
     else:
-        text = _assemble(compiled.asm["ptx"], target)
+        text = _assemble(compiled, int(target))
         registers = _number(r"Used (\d+) registers", text)
         spills = _number(r"(\d+) bytes spill stores", text)
     return Needs(compiled.metadata.shared, registers, spills)
@@ -99,17 +98,15 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
     return POINTERS.get(name, "i32")
 
 
-def _assemble(ptx: str, target: int | str) -> str:
-    """What the assembler that Triton uses for this GPU says about the kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        name = f"sm_{target}a" if int(target) >= 90 else f"sm_{target}"
-        command = [get_ptxas(int(target)).path, "-v", f"--gpu-name={name}", str(source)]
-        run = subprocess.run(
-            [*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
-        )
-    return run.stderr
+def _assemble(compiled: Any, target: int) -> str:
+    """What the assembler says about the kernel when Triton runs it, with the options of its own."""
+    backend = make_backend(GPUTarget("cuda", target, 32))
+    options = backend.parse_options(compiled.metadata._asdict())
+    report = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(report):
+        knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(compiled.asm["ptx"], {}, options, target)
+    return report.getvalue()
 
 
 def _number(pattern: str, text: str) -> int:

@@ -264,3 +264,18 @@ def test_mistakes(case: str) -> None:
     error, text, call = WRONG[case]
     with pytest.raises(error, match=text):
         call(*operands())
+
+
+@pytest.mark.parametrize("kernel", ["gather", "flex"])
+def test_gradient_of_a_mask_of_full_tiles_only(kernel):
+    q, k, v = torch.randn(3, 1, 2, 256, 16, requires_grad=True).unbind()
+    rule = masks.block_diagonal(64)
+    with attention_kernel(kernel):
+        out = sparse_attention(q, k, v, rule)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    block = torch.arange(256) // 64
+    keep = block[:, None] == block[None, :]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

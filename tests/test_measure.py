@@ -216,6 +216,9 @@ def test_cuda_graph_replay():
 @pytest.mark.gpu
 def test_cuda_work_that_cannot_be_captured_is_timed_by_events():
     x = torch.randn(64, device="cuda")
+    before = torch.cuda.get_rng_state()
     timing = time_callable(lambda: x.sum().item(), [()], "cuda", budget_s=0.02)
     assert timing.method.startswith("events (")
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert torch.randn(3, device="cuda").isfinite().all()  # the generator does not think it records
     assert torch.ones(2, device="cuda").sum().item() == 2

@@ -59,23 +59,23 @@ def honest_config(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, 
     from stof_compile.kernels.attention_blockwise import BlockConfig, honest_loops
 
     how = BlockConfig(*config)
+    if how.hopper:
+        return tuple(how._replace(loops=3, heavy_rows=block_mask.heavy_rows))
+    # the facts are made from the mask when first asked for: only those that matter
     loops = honest_loops(
         how.loops,
-        has_part=block_mask.has_part,
-        has_full=block_mask.has_full,
-        is_band=block_mask.is_band,
+        has_part=how.loops != 2 or block_mask.has_part,
+        has_full=how.loops != 1 or block_mask.has_full,
+        is_band=how.loops < 6 or block_mask.is_band,
     )
-    heavy = block_mask.heavy_rows if how.hopper else 0
-    return tuple(how._replace(loops=loops, heavy_rows=heavy))
+    return tuple(how._replace(loops=loops, heavy_rows=0))
 
 
 def mask_arrays(block_mask: BlockMask, config: Sequence[int]) -> dict[str, torch.Tensor]:
     """The arrays an attention operator takes with a config, by name: the Hopper kernel reads the
     mask's fragments in place of its bitmap."""
-    arrays = {name: getattr(block_mask, name) for name in MASK_FIELDS}
-    if hopper_programs(config):
-        arrays["bitmap"] = block_mask.fragments
-    return arrays
+    tensors = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
+    return dict(zip(MASK_FIELDS, tensors, strict=True))
 
 
 def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str, torch.Tensor]:
@@ -98,6 +98,8 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
     )
     block_mask = problem.block_mask((config[0], config[1]))
     if kernel == "block":
+        if hopper_programs(config):
+            _refuse_hopper(problem)
         # a choice from the store or a plan was made for a mask of equal statistics, not this one
         config = honest_config(block_mask, config)
     buffers = _mask_buffers(block_mask, config if kernel == "block" else ())
@@ -121,6 +123,27 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
         )[0]
 
     return KernelCall(buffers, run)
+
+
+def _refuse_hopper(problem: AttentionProblem) -> None:
+    """Check a choice that may have been made elsewhere.
+
+    Raises:
+        StofUnsupportedError: the Hopper kernel cannot run this problem here.
+    """
+    from stof_compile.kernels.attention_hopper import hopper_refusal
+
+    on_gpu = problem.device.type == "cuda"
+    refusal = hopper_refusal(
+        problem.head_dim,
+        problem.v.shape[3],
+        problem.q.dtype,
+        torch.cuda.get_device_capability(problem.device) if on_gpu else (0, 0),
+        problem.batch * problem.heads * -(-problem.q_len // 64),
+        plain=problem.plain,
+    )
+    if refusal is not None:
+        raise StofUnsupportedError(f"the Hopper attention kernel cannot run here: {refusal}")
 
 
 def _bind_cpu(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:

@@ -44,6 +44,10 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
     if configs:
         return kernel, configs[0], f"{density:.0%} of the tiles are touched"
     if capped:
+        for other in ("block", "row"):
+            found = plausible_configs(problem, other) if problem.device.type == "cuda" else []
+            if found:
+                return other, found[0], f"no config of {kernel} fits, and SDPA has no softcap"
         raise StofUnsupportedError(f"no kernel takes a softcap at {problem.describe()}")
     return "sdpa", (), f"no sparse kernel takes {problem.describe()}"
 
@@ -96,7 +100,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         is_band=block_mask.is_band,
         q_len=problem.q_len,
         planes=problem.batch * problem.heads,
-        plain=_plain(problem),
+        plain=problem.plain,
     ):
         fitting = honest_config(problem.block_mask((config.block_q, config.block_k)), config)
         if fitting[_LOOPS] == config.loops:
@@ -132,11 +136,4 @@ def _cpu(problem: AttentionProblem) -> tuple[CpuKernel, ...]:
         softcap=problem.softcap,
         has_bias=problem.bias is not None,
         return_lse=False,
-    )
-
-
-def _plain(problem: AttentionProblem) -> bool:
-    """Whether nothing but the mask and a positive scale acts on the scores."""
-    return (
-        not problem.padding and problem.bias is None and problem.softcap == 0 and problem.scale > 0
     )

@@ -191,8 +191,8 @@ def _attend(
     if forced == "flex":
         _refuse_flex(q, k, v, bias, return_lse)
     plain = key_keep is None and bias is None and softcap == 0 and scale > 0
-    tile = _tile(q, v, forced, plain)
-    block_mask = _block_mask(spec, q, k, tile)
+    config = _first_config(q, v, forced, plain)
+    block_mask = _block_mask(spec, q, k, (config[0], config[1]))
     kernel = forced
     if kernel is None:
         touched = block_mask.col_idx.numel() / max(
@@ -207,14 +207,8 @@ def _attend(
                 "attention_kernel('sdpa'): SDPA returns no log-sum-exp on CUDA"
             )
         return _sdpa(q, k, v, block_mask.to_dense(), key_keep, bias, scale), q.new_empty(0)
-    if kernel == "row":
-        config = _triton_config("row", q, v)
-        block_mask = _block_mask(spec, q, k, (config[0], config[1]))
-    elif device == "cuda":
-        config = _triton_config("block", q, v, plain)
-        config = list(honest_config(block_mask, tuple(config)))
-    else:
-        config = list(tile)
+    if kernel == "block":
+        config = honest_config(block_mask, config)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     names = {"row": torch.ops.stof.attention_row, "block": torch.ops.stof.attention_block}
     attend = names.get(kernel, torch.ops.stof.attention_cpu)
@@ -230,7 +224,7 @@ def _attend(
         softcap,
         0,
         band,
-        config,
+        list(config),
         return_lse,
         *chosen,
     )
@@ -243,23 +237,19 @@ def _block_mask(spec: MaskSpec, q: Tensor, k: Tensor, tile: tuple[int, int]) -> 
     )
 
 
-def _tile(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tuple[int, int]:
-    """Tile edges of the block mask that the choice is made on."""
+def _first_config(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tuple[int, ...]:
+    """Config of the sparse kernel that is forced or likely; it begins with the tile edges."""
     if q.device.type == "cpu":
         from stof_compile.kernels.attention_cpu import default_block
 
         return (32, 32) if forced == "flex" else default_block(q.dtype)
-    config = _triton_config("row" if forced == "row" else "block", q, v, plain)
-    return config[0], config[1]
-
-
-def _triton_config(kernel: str, q: Tensor, v: Tensor, plain: bool = False) -> list[int]:
-    """First configuration of a Triton kernel for these sizes, this dtype and device."""
+    if forced == "sdpa":
+        return (64, 64)
     from stof_compile.kernels import attention_blockwise, attention_rowwise
 
     capability = torch.cuda.get_device_capability(q.device)
     found: Sequence[tuple[int, ...]]
-    if kernel == "row":
+    if forced == "row" or (forced is None and q.shape[2] == 1):
         found = attention_rowwise.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
     else:
         found = attention_blockwise.configs(
@@ -273,10 +263,10 @@ def _triton_config(kernel: str, q: Tensor, v: Tensor, plain: bool = False) -> li
         )
     if not found:
         raise StofUnsupportedError(
-            f"no {kernel} kernel fits head dims {q.shape[3]} and {v.shape[3]} "
-            f"in {q.dtype} on this GPU"
+            f"no sparse kernel fits head dims {q.shape[3]} and {v.shape[3]} in {q.dtype} "
+            "on this GPU"
         )
-    return list(found[0])
+    return found[0]
 
 
 def _refuse_flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, return_lse: bool) -> None:

@@ -108,6 +108,11 @@ class AttentionProblem:
         return self.q.shape[3]
 
     @property
+    def plain(self) -> bool:
+        """True when nothing but the mask and a positive scale acts on the scores."""
+        return not self.padding and self.bias is None and self.softcap == 0 and self.scale > 0
+
+    @property
     def causal_only(self) -> bool:
         """True when the mask is exactly SDPA's ``is_causal`` (upper left) and nothing else
         restricts the keys."""
@@ -147,6 +152,7 @@ class AttentionProblem:
             "dtype": str(self.q.dtype),
             "device": self.device.type,
             "softcap": self.softcap > 0,
+            "scale": self.scale > 0,
             "padding": self.padding,
             "bias": None
             if self.bias is None

@@ -23,6 +23,7 @@ from stof_compile.attention.agree import agree
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.decision_table import decide, plausible_configs
 from stof_compile.attention.problem import AttentionProblem
+from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.spec import MaskSpec
@@ -137,7 +138,7 @@ def choose(
             return held_choice() or _choose_by_measuring(problem, options, store, budget)
 
     return agree(
-        f"attention/{problem.key}",
+        f"attention/{device_facts(problem.device).arch}/{problem.key}",
         decide_here,
         otherwise=lambda: AttentionPlan(
             *decide(problem)[:2], "table", "another rank did not answer in time"

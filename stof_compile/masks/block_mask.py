@@ -88,6 +88,11 @@ class BlockMask:
             self.row_order,
         )
 
+    @property
+    def hopper_tensors(self) -> tuple[Tensor, ...]:
+        """The same with the fragments in place of the bitmap, as the Hopper kernel takes them."""
+        return (*self.tensors[:5], self.fragments, self.row_order)
+
     @cached_property
     def fragments(self) -> Tensor:
         """The bitmap in the order the Hopper kernel reads it, int32 [U, 128]; tiles of 64 x 64.
@@ -99,7 +104,8 @@ class BlockMask:
             raise StofMaskError(
                 f"fragments exist for tiles of 64 x 64, not {self.block_q} x {self.block_k}"
             )
-        return to_fragments(self.bitmap)
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            return to_fragments(self.bitmap)
 
     @property
     def nbytes(self) -> int:
@@ -184,6 +190,8 @@ class BlockMask:
         """Leading entries of ``row_order`` whose rows have over twice the mean number of tiles."""
         if self.planes == 0 or self.rows == 0:
             return 0
+        if (self.block_q, self.block_k) == (64, 64):
+            _ = self.fragments  # made before the host waits below, so any stream may read them
         tiles = self.row_ptr.diff().reshape(self.planes, self.rows)
         ordered = tiles.gather(1, self.row_order.reshape(self.planes, self.rows).long())
         slots = ordered.double().mean(0)
@@ -329,7 +337,7 @@ def build_block_mask(
         )
     batch_planes, head_planes = planes_of(spec, batch, heads)
     # the caller may be tracing: a mask is made of real numbers
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         bound = spec.bind(q_len, k_len, q_offset, device).to(device)
         shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)
         storage = assemble(bound, shape, batch_planes, head_planes, torch.device(device))

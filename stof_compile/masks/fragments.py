@@ -26,7 +26,15 @@ def to_fragments(words: Tensor) -> Tensor:
 
 def from_fragments(fragments: Tensor) -> Tensor:
     """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64]."""
-    bits = (fragments[:, :, None] >> torch.arange(32, device=fragments.device)) & 1
+    return torch.cat(
+        [_restore(part) for part in fragments.split(_CHUNK)]
+        or [torch.empty((0, 64), dtype=torch.int64, device=fragments.device)]
+    )
+
+
+def _restore(fragments: Tensor) -> Tensor:
+    octets = fragments.contiguous().view(torch.uint8)[:, :, None]
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=fragments.device)) & 1
     # [N, warp, lane row, lane pair, half, octet, column] to [N, row, column]
     factors = bits.reshape(-1, 4, 8, 4, 2, 8, 2).permute(0, 1, 4, 2, 5, 3, 6)
     return bitmap.pack(factors.reshape(-1, 64, 64).bool())

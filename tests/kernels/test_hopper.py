@@ -1,5 +1,7 @@
 """The Hopper kernel: which problems get it, what it compiles to, and its results on the GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from close import assert_close
@@ -17,7 +19,7 @@ from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
 from stof_compile.attention.call import honest_config, mask_arrays
-from stof_compile.errors import StofMaskError
+from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks import bitmap
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.fragments import from_fragments, to_fragments
@@ -69,6 +71,45 @@ def test_refusal_names_the_reason():
     assert "Hopper" in hopper_refusal(64, 64, HALF, (8, 0), 4096, plain=True)
     assert "padding" in hopper_refusal(64, 64, HALF, HOPPER, 4096, plain=False)
     assert hopper_refusal(64, 64, HALF, HOPPER, 4096, plain=True) is None
+
+
+def test_a_choice_made_elsewhere_is_refused():
+    """A plan, or the first rank of a job on mixed GPUs, may name a kernel this GPU has not."""
+    from stof_compile.attention.call import bind_kernel
+    from stof_compile.attention.problem import AttentionProblem, TensorMeta
+
+    meta = TensorMeta((1, 2, 128, 64), (16384, 8192, 64, 1), HALF)
+    problem = AttentionProblem(meta, meta, meta, masks.causal(), 0, torch.device("cpu"), 0.125)
+    with pytest.raises(StofUnsupportedError, match="Hopper"):
+        bind_kernel(problem, "block", tuple(BlockConfig(hopper=3)))
+    assert replace(problem, scale=-0.125).key != problem.key
+
+
+def test_operator_refuses_what_the_kernel_would_ignore():
+    mask = build_block_mask(masks.causal(), 64, 64, 64)
+    q = torch.zeros(1, 1, 64, 64, dtype=HALF)
+    for change in ({"bias": q}, {"softcap": 5.0}, {"keep": torch.ones(1, 64, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="no padding, bias or softcap"):
+            torch.ops.stof.attention_block(
+                q, q, q, *mask.hopper_tensors, change.get("keep"), change.get("bias"), 1.0,
+                change.get("softcap", 0.0), 0, [], list(BlockConfig(hopper=3)), False,
+            )  # fmt: skip
+
+
+def test_masks_made_in_inference_mode_can_be_trained_with():
+    with torch.inference_mode():
+        mask = build_block_mask(masks.causal(), 128, 128, 64)
+        fragments = mask.fragments
+    assert not any(t.is_inference() for t in (*mask.tensors, fragments))
+
+
+@pytest.mark.parametrize("head_dim", [1, 64, 96, 136, 256])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_every_problem_has_a_config(head_dim, capability, dtype):
+    for q_len in (None, 1, 8, 64, 128, 2048):
+        for planes in (None, 1, 12, 192):
+            assert configs(head_dim, dtype, capability, q_len=q_len, planes=planes)
 
 
 def test_operator_reads_the_right_fields():
@@ -139,11 +180,13 @@ def test_arguments_are_checked():
     arrays = list(mask_arrays(mask, BlockConfig(hopper=3)).values())
     q = torch.zeros(1, 2, 128, 64, dtype=HALF)
     for change, message in (
-        ({"q": q.float()}, "fp16 or bf16"),
+        ({"q": q.float()}, "dtype of q"),
         ({"q": q[..., :32]}, "agree"),
-        ({"scale": -1.0}, "positive"),
-        ({"mask": list(mask.tensors)}, "fragments"),
+        ({"mask": list(mask.tensors)}, "bitmap must be torch.int32"),
         ({"q": torch.zeros(1, 2, 65 * 64, 64, dtype=HALF)}, "cover 65"),
+        ({"mask": [arrays[0].repeat(2, 3), *arrays[1:]]}, "plane_map"),
+        ({"mask": [*arrays[:3], arrays[3].long(), *arrays[4:]]}, "col_idx"),
+        ({}, "runs on a GPU"),
     ):
         call = {"q": q, "k": q, "v": q, "mask": arrays, "scale": 1.0} | change
         with pytest.raises(ValueError, match=message):
@@ -302,3 +345,33 @@ def test_gpu_replays_in_a_cuda_graph():
             q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.125
         )
         assert_close(out, expected, HALF)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["eager", "inductor", "stof"])
+def test_gpu_sparse_attention_takes_it_and_trains(way, fresh_dynamo):
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    from stof_compile import sparse_attention
+
+    device, rule = torch.device("cuda"), masks.longformer(40, 20)
+    leaves = torch.randn(3, 8, 12, 1500, 64, device=device, dtype=BRAIN).unbind()
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    assert configs(64, BRAIN, HOPPER, q_len=1500, planes=96, plain=True)[0].hopper
+
+    def attend(q, k, v):
+        return sparse_attention(q, k, v, rule)
+
+    if way != "eager":
+        options = {"attention": "block", "strict": True} if way == "stof" else None
+        attend = torch.compile(attend, backend=way, options=options)
+    out = attend(*leaves)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, upstream)
+    keep = build_block_mask(rule, 1500, 1500, 64, device=device).to_dense()
+    wide = [leaf.detach()[:1].double().requires_grad_() for leaf in leaves]
+    expected = attention_reference(*wide, keep, None, None, 0.125)
+    assert_close(out[:1], expected, BRAIN)
+    wanted = torch.autograd.grad(expected, wide, upstream[:1].double())
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a[:1], b, BRAIN, scale=2.0)
