@@ -102,3 +102,16 @@ def test_configs_fit_the_device(head_dim, dtype, capability):
     decode = attention_blockwise.configs(head_dim, dtype, capability, q_len=1)
     assert {c.block_q for c in decode} == {16}
     assert attention_rowwise.configs(head_dim, dtype, capability)
+
+
+@pytest.mark.parametrize("kernel", ["block", "row"])
+def test_configs_known_to_spill_are_not_offered(kernel):
+    from stof_compile.kernels import attention_blockwise, attention_rowwise, limits
+
+    module = {"block": attention_blockwise, "row": attention_rowwise}[kernel]
+    dtypes = {2: torch.float16, 4: torch.float32}
+    for (capability, head_dim, itemsize), spilling in limits._SPILLS[kernel].items():
+        offered = module.configs(head_dim, dtypes[itemsize], capability)
+        assert offered
+        for config in offered:
+            assert not any(tuple(config[: len(start)]) == start for start in spilling)
