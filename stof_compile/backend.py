@@ -21,8 +21,8 @@ from stof_compile.attention.lower import LoweringContext, lower_attention
 from stof_compile.attention.match import match_attention
 from stof_compile.attention.regions import region_near_misses
 from stof_compile.attention.resolve import resolve_masks
-from stof_compile.attention.select import Budget
 from stof_compile.attention.site import AttentionSite, NearMiss
+from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts, read_capture
 from stof_compile.device import device_facts
 from stof_compile.dump import Record, graph_text, write_dump

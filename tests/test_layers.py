@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"options", "errors", "device", "plan"}),
+    frozenset({"options", "errors", "device", "plan", "budget"}),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "measure", "store", "capture", "normalize"}
         | {
@@ -22,6 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "static_values",
         }  # parts of normalize, capture
         | {"graph_copy"}  # part of backend
+        | {"fusion"}
     ),
     frozenset({"attention", "templates"}),
     frozenset({"search"}),

@@ -18,7 +18,7 @@ from stof_compile.attention.nested import add_to_rule, read_nested
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.resolve import ResolvedMasks
 from stof_compile.attention.rewrite import replace_site
-from stof_compile.attention.select import Budget, choose
+from stof_compile.attention.select import choose
 from stof_compile.attention.site import AttentionSite
 from stof_compile.attention.site_problem import (
     attention_problem,
@@ -28,6 +28,7 @@ from stof_compile.attention.site_problem import (
     static_spec,
 )
 from stof_compile.attention.site_report import SiteReport, site_shape
+from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
 from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks.spec import MaskSpec

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from stof_compile.attention.agree import agree
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.decision_table import decide, plausible_configs
 from stof_compile.attention.problem import AttentionProblem
+from stof_compile.budget import Budget
 from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
@@ -44,22 +44,6 @@ ROW_QUERIES, ROW_KEYS = 16, 32  # beyond both the row-wise kernel is not worth i
 GATE_ROWS = (
     256  # query rows a candidate is checked on against fp64, in the first and the last plane
 )
-
-
-@dataclass
-class Budget:
-    """Seconds left for measurements in one compile; the clock (seconds) is injectable."""
-
-    seconds: float
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self._end = self.clock() + self.seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self._end - self.clock())
 
 
 def paper_choice(

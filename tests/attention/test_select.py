@@ -6,7 +6,8 @@ import torch
 from stof_compile import masks
 from stof_compile.attention import select
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
-from stof_compile.attention.select import Budget, choose, paper_choice
+from stof_compile.attention.select import choose, paper_choice
+from stof_compile.budget import Budget
 from stof_compile.errors import StofOptionError
 from stof_compile.options import StofOptions
 from stof_compile.plan import Candidate, Plan

@@ -1,0 +1,41 @@
+"""Budget: seconds and trials that one compile may spend on measuring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class Budget:
+    """Seconds and trials left for measurements in one compile.
+
+    Args:
+        seconds: allowed from now on.
+        clock: seconds of a steady clock; tests pass their own.
+        trials: candidates that may still be measured, counted down by :meth:`count_trial`; None =
+            as many as the seconds allow. A reused trial costs nothing.
+    """
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    trials: int | None = None
+
+    def __post_init__(self) -> None:
+        self._end = self.clock() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - self.clock())
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing more may be measured."""
+        return (self.trials is not None and self.trials <= 0) or self.left <= 0
+
+    def count_trial(self) -> None:
+        """Take one measured trial off."""
+        if self.trials is not None:
+            self.trials -= 1

@@ -1,0 +1,170 @@
+"""Neural hash of short runs of ops, and the runs that a model repeats.
+
+The hash is F(G) = F_hash(F_conv(G)): each op starts with features of its kind and values, two
+rounds of a graph convolution with fixed weights mix in its neighbours, the sum over the ops is
+projected on 64 random directions, and the signs are the bits. Everything is integer arithmetic on
+weights drawn from SHA-256, so a fingerprint is the same on every machine. Runs that look alike may
+share one; the exact key decides.
+
+Source: neural hashing of subgraphs, STOF paper, section 4.3; the layers are our reconstruction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stof_compile.fusion.chain import ChainOp, OpChain
+from stof_compile.fusion.segment_key import check_range, segment_key
+
+WIDTH = 32  # features of an op
+ROUNDS = 2
+BITS = 64
+WINDOW = (2, 6)  # ops of a run, from - to
+# Weights are in -LARGEST..LARGEST. An op has at most 12 features and in a window 5 neighbours: it
+# stays below 12 * 7 * (6 * 32 * 7)**2 < 2**28, a projection of the sum below 2**46. Longer segments
+# might wrap around int64, on all machines in the same way.
+LARGEST = 7
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RepeatedSegment:
+    """A run of ops that a model has several times ("classical subgraph").
+
+    Args:
+        key: its exact key. fingerprint: its neural hash. ops: its length.
+        places: (index of the chain, start, stop) of each occurrence, in order; occurrences inside
+            one chain may overlap.
+    """
+
+    key: str
+    fingerprint: int
+    ops: int
+    places: tuple[tuple[int, int, int], ...]
+
+
+def fingerprint(chain: OpChain, start: int, stop: int) -> int:
+    """Hash a segment to 64 bits; names of nodes and the order of independent ops do not matter.
+
+    Sizes enter as log2 buckets, so segments of slightly different shape may share a fingerprint.
+
+    Args:
+        chain: the chain. start, stop: its ops ``start <= i < stop``.
+    Returns:
+        0 <= int < 2**64.
+    Raises:
+        ValueError: not 0 <= start < stop <= number of ops.
+    """
+    check_range(chain, start, stop)
+    ops = chain.ops[start:stop]
+    reads = np.zeros((len(ops), len(ops)), np.int64)  # [reader, read]
+    for reader, read in _edges(chain, start, stop):
+        reads[reader, read] = 1
+    state = np.stack([_features(op) for op in ops])  # [ops, WIDTH]
+    for turn in range(ROUNDS):
+        own, ins, outs = (_weights(f"{name} {turn}", WIDTH) for name in ("own", "in", "out"))
+        state = np.maximum(state @ own + reads @ state @ ins + reads.T @ state @ outs, 0)
+    pooled = state.sum(0)
+    # after a relu all is positive: without the mean taken out, most signs would be one constant
+    signs = _weights("hash", BITS).T @ (WIDTH * pooled - pooled.sum()) > 0
+    return sum(int(bit) << i for i, bit in enumerate(signs.tolist()))
+
+
+def repeated_segments(chains: Sequence[OpChain], at_least: int = 2) -> list[RepeatedSegment]:
+    """Find the connected runs of 2 to 6 ops that occur several times in a model.
+
+    Fingerprints are counted first; runs whose fingerprint is frequent are told apart by their
+    exact keys, so no collision passes.
+
+    Args:
+        chains: chains of a graph. at_least: occurrences that make a run count; 2, or the number
+            of layers.
+    Returns:
+        Most frequent first, then longest first, then in order of first occurrence.
+    """
+    alike: dict[int, list[tuple[int, int, int]]] = {}
+    for index, chain in enumerate(chains):
+        for start, stop in connected_windows(chain):
+            alike.setdefault(fingerprint(chain, start, stop), []).append((index, start, stop))
+    found = []
+    for value, candidates in alike.items():
+        if len(candidates) < at_least:
+            continue
+        exact: dict[str, list[tuple[int, int, int]]] = {}
+        for index, start, stop in candidates:
+            key = segment_key(chains[index], start, stop)
+            exact.setdefault(key, []).append((index, start, stop))
+        for key, places in exact.items():
+            if len(places) >= at_least:
+                _, start, stop = places[0]
+                found.append(RepeatedSegment(key, value, stop - start, tuple(places)))
+    return sorted(found, key=lambda f: (-len(f.places), -f.ops, f.places[0]))
+
+
+def connected_windows(chain: OpChain) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the runs of 2 to 6 neighbouring ops that hang together by their edges."""
+    fewest, most = WINDOW
+    for start in range(len(chain)):
+        for stop in range(start + fewest, min(start + most, len(chain)) + 1):
+            if _connected(chain, start, stop):
+                yield start, stop
+
+
+def _edges(chain: OpChain, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """(reader, read) of the edges inside a segment, counted from its start."""
+    for i in range(start, stop):
+        for operand in chain.ops[i].operands:
+            if operand.position is not None and operand.position >= start:
+                yield i - start, operand.position - start
+
+
+def _connected(chain: OpChain, start: int, stop: int) -> bool:
+    group = list(range(stop - start))
+    for reader, read in _edges(chain, start, stop):
+        old, new = group[reader], group[read]
+        group = [new if g == old else g for g in group]
+    return len(set(group)) == 1
+
+
+def _features(op: ChainOp) -> Integers:
+    """int64 [WIDTH]: one-hot features times their weights. Kinds, dtypes and sizes are no closed
+    lists, so the row of weights of each is drawn by its name.
+    """
+    sizes = [_bucket(size) for size in op.value.shape]
+    names = [f"kind {op.kind.name}", f"heavy {op.kind.compute_intensive}"]
+    names += [f"rank {len(sizes)}", f"dtype {op.value.dtype}"]
+    names += [f"size {len(sizes) - i} {size}" for i, size in enumerate(sizes[-8:])]
+    drawn: Integers = np.array([_numbers(name, WIDTH) for name in names], np.int64)
+    total: Integers = drawn.sum(0)
+    return total
+
+
+def _bucket(size: int | str) -> str:
+    """log2 of a size, rounded down; a symbolic one has a bucket of its own."""
+    return str(size.bit_length()) if isinstance(size, int) else "symbolic"
+
+
+def _weights(name: str, columns: int) -> Integers:
+    """int64 [WIDTH, columns]."""
+    drawn = np.array(_numbers(f"weights {name}", WIDTH * columns), np.int64)
+    return drawn.reshape(WIDTH, columns)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(name: str, count: int) -> tuple[int, ...]:
+    """Numbers in -LARGEST..LARGEST that depend on a name only."""
+    drawn: list[int] = []
+    block = 0
+    while len(drawn) < count:
+        digest = hashlib.sha256(f"stof {name} {block}".encode()).digest()
+        # bytes of the uneven rest of 256 are left out: every number is equally likely
+        drawn += [b % (2 * LARGEST + 1) - LARGEST for b in digest if b < 255]
+        block += 1
+    return tuple(drawn[:count])

@@ -1,0 +1,94 @@
+"""The initial scheme: fusion by rule, from op kinds and sizes, before anything is measured.
+
+Stage 1 begins here; with ``tune_budget_s`` = 0 the scheme is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stof_compile.fusion.scheme import Scheme
+from stof_compile.search.kinds import Kind
+
+CHAIN_ROWS = 1024
+"""Most rows (B*S) for which two GEMMs start in one segment. Source: specs/01, section 8 (ours); the
+paper has a gain at (1, 128) only, and none on the A100, so a device may need another limit."""
+
+NORM_COLUMNS = 512
+"""Most columns (N) for which a GEMM starts in one segment with the norm behind it: one block has to
+hold whole rows of the result. Source: specs/01, section 8."""
+
+GEMMS = frozenset({"linear", "matmul", "addmm"})
+"""Kinds (names of fusion.op_kind) that are fused by rule. Attention is no GEMM: it is one op, and
+its boundary stays, since breaking it costs up to 1.5x (STOF paper)."""
+BIASES = frozenset({"bias_add", "residual_add"})
+NORMS = frozenset({"layer_norm", "rms_norm"})
+
+
+class SizedKind(Kind, Protocol):
+    """Kind of an op with the width of its result."""
+
+    @property
+    def columns(self) -> int:
+        """N: length of the last dimension of the op's result."""
+
+
+def initial_scheme(
+    kinds: Sequence[SizedKind],
+    rows: int,
+    legality: Callable[[int, int], str | None],
+    *,
+    chain_rows: int = CHAIN_ROWS,
+    norm_columns: int = NORM_COLUMNS,
+) -> Scheme:
+    """Cut a chain by rule, from left to right; the first rule that fits and is legal decides.
+
+    1. GEMM, ops that are no norm, GEMM: one segment while ``rows`` <= ``chain_rows``.
+    2. GEMM, biases, norm: one segment while the GEMM has at most ``norm_columns`` columns.
+    3. Biases, norm: one segment.
+    4. All else is left unfused.
+
+    Args:
+        kinds: ops of the chain, at least one.
+        rows: B*S, rows of every GEMM of the chain.
+        legality: (start, stop) -> why the ops cannot be one kernel, None if they can.
+        chain_rows, norm_columns: limits of rules 1 and 2; a device may have others.
+    Raises:
+        ValueError: the chain is empty.
+    Source: STOF paper, initial scheme; limits from specs/01, section 8.
+    """
+    lengths: list[int] = []
+    start = 0
+    while start < len(kinds):
+        stops: list[int | None] = []
+        if kinds[start].name in GEMMS:
+            if rows <= chain_rows:
+                stops.append(_end_of_gemm_chain(kinds, start))
+            if kinds[start].columns <= norm_columns:
+                stops.append(_end_of_norm(kinds, start + 1))
+        elif kinds[start].name in BIASES:
+            stops.append(_end_of_norm(kinds, start))
+        legal = (stop for stop in stops if stop is not None and legality(start, stop) is None)
+        stop = next(legal, start + 1)
+        lengths.append(stop - start)
+        start = stop
+    return Scheme(tuple(lengths))
+
+
+def _end_of_gemm_chain(kinds: Sequence[SizedKind], start: int) -> int | None:
+    """End of the GEMM behind the one at ``start``, with only simple ops in between."""
+    for index in range(start + 1, len(kinds)):
+        if kinds[index].name in GEMMS:
+            return index + 1
+        if kinds[index].compute_intensive or kinds[index].name in NORMS:
+            return None
+    return None
+
+
+def _end_of_norm(kinds: Sequence[SizedKind], start: int) -> int | None:
+    """End of the norm that stands at ``start`` or behind the biases there."""
+    index = start
+    while index < len(kinds) and kinds[index].name in BIASES:
+        index += 1
+    return index + 1 if index < len(kinds) and kinds[index].name in NORMS else None

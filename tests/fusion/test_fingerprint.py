@@ -1,0 +1,107 @@
+"""Neural hash: fixed for all machines; repeated runs are found and confirmed exactly."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from stof_compile.fusion import fingerprint as module
+from stof_compile.fusion.chain import ChainOp, OpChain, Operand, Value
+from stof_compile.fusion.fingerprint import connected_windows, fingerprint, repeated_segments
+from stof_compile.fusion.op_kind import OpKind
+from stof_compile.fusion.segment_key import segment_key
+
+PINNED = 0x8B7654B17D871FD9
+ROW = Value((2, 33, 32), "torch.float32", "contiguous", "cpu")
+
+
+def small_chain(*names, value=ROW):
+    """A straight chain of elementwise ops."""
+    ops = []
+    for i, name in enumerate(names):
+        operand = Operand(f"n{i - 1}", i - 1 if i else None, value)
+        kind = OpKind(name, "elementwise", "elementwise")
+        ops.append(ChainOp(f"n{i}", (f"n{i}",), kind, value, (operand,), name))
+    return OpChain(tuple(ops))
+
+
+def test_the_same_on_every_machine():
+    assert fingerprint(small_chain("exp", "sin", "cos"), 0, 3) == PINNED
+
+
+def test_sizes_enter_as_buckets():
+    def of(rows):
+        return fingerprint(small_chain("exp", "sin", value=replace(ROW, shape=(2, rows, 32))), 0, 2)
+
+    assert of(33) == of(63) and of(33) != of(64)
+
+
+def test_kinds_edges_and_dtypes_enter():
+    chain = small_chain("exp", "sin", "cos")
+    half = small_chain("exp", "sin", "cos", value=replace(ROW, dtype="torch.float16"))
+    turned = small_chain("cos", "sin", "exp")
+    found = {fingerprint(c, 0, 3) for c in (chain, half, turned)}
+    assert len(found) == 3 and all(0 <= value < 2**64 for value in found)
+
+
+def test_names_do_not_matter(llama):
+    chain = llama(1).chains[0]
+    renamed = OpChain(tuple(replace(op, name=f"other_{op.name}") for op in chain.ops))
+    assert fingerprint(chain, 1, 6) == fingerprint(renamed, 1, 6)
+
+
+def test_windows_are_connected_and_short(bert):
+    chain = bert(1).chains[0]  # three projections, then attention
+    windows = set(connected_windows(chain))
+    assert (0, 3) in windows and (0, 4) not in windows  # q's linear and k's do not touch
+    assert all(2 <= stop - start <= 6 for start, stop in windows)
+    assert set(connected_windows(small_chain("exp", "sin", "cos"))) == {(0, 2), (0, 3), (1, 3)}
+
+
+@pytest.mark.parametrize("stack", ["bert", "llama"])
+def test_layers_repeat(stack, request):
+    chains = request.getfixturevalue(stack)(3).chains
+    found = repeated_segments(chains, at_least=3)
+    # all layers are equal: every connected window of a layer is there
+    layer = chains[: len(chains) // 3]
+    wanted = {segment_key(c, a, b) for c in layer for a, b in connected_windows(c)}
+    assert {segment.key for segment in found} == wanted
+    assert len(found) == len(wanted)
+    for segment in found:
+        assert len(segment.places) % 3 == 0
+        for index, start, stop in segment.places:
+            assert segment_key(chains[index], start, stop) == segment.key
+            assert fingerprint(chains[index], start, stop) == segment.fingerprint
+            assert stop - start == segment.ops
+    counts = [len(segment.places) for segment in found]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_one_layer_repeats_only_what_is_in_it_twice(bert):
+    found = repeated_segments(bert(1).chains)
+    assert {s.ops for s in found} == {2, 3} and found[0].places == ((0, 0, 3), (0, 3, 6), (0, 6, 9))
+
+
+def test_collisions_are_told_apart(bert, monkeypatch):
+    chains = bert(2).chains
+    honest = {(s.key, s.places) for s in repeated_segments(chains)}
+    monkeypatch.setattr(module, "fingerprint", lambda *_: 7)
+    assert {(s.key, s.places) for s in repeated_segments(chains)} == honest
+
+
+def test_few_collisions(bert, llama):
+    from torch import _dynamo
+
+    chains = bert(1).chains
+    _dynamo.reset()
+    keys = defaultdict(set)
+    for chain in [*chains, *llama(1).chains]:
+        for start, stop in connected_windows(chain):
+            keys[fingerprint(chain, start, stop)].add(segment_key(chain, start, stop))
+    # the exact key sees constants and operands from outside, which the fingerprint does not
+    assert sum(len(k) for k in keys.values()) < 1.2 * len(keys)
+
+
+def test_range():
+    with pytest.raises(ValueError, match="no segment 0:3"):
+        fingerprint(small_chain("exp", "sin"), 0, 3)
