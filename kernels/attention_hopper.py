@@ -181,12 +181,6 @@ def query_slots(block_d: int, programs: int) -> int:
     return 1 if block_d * programs > 192 else 2
 
 
-def hopper_shared_memory_bytes(block_d: int, programs: int, stages: int) -> int:
-    """Shared memory of a program: query tiles, result, ``stages`` tiles of k and v, barriers."""
-    tile = TILE * block_d * 2
-    return (query_slots(block_d, programs) + 1) * tile + stages * (2 * tile + WORDS * 4) + 1024
-
-
 def _for_tma(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it if TMA cannot address it: 16-byte strides and address."""
     step = 16 // tensor.element_size()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from stof_compile.masks.block_mask import BlockMask, cached_block_mask
+from stof_compile.masks.block_mask import BlockMask
+from stof_compile.masks.mask_cache import cached_block_mask
 from stof_compile.masks.spec import MaskSpec
 
 STATISTICS_BLOCK = {

@@ -5,7 +5,7 @@ masks.sliding_window(512)``. Rules combine with ``&``, ``|`` and ``~``, differ p
 `per_head`, and become a `BlockMask` for given lengths.
 """
 
-from stof_compile.masks.block_mask import BlockMask, build_block_mask, cached_block_mask
+from stof_compile.masks.block_mask import BlockMask, build_block_mask
 from stof_compile.masks.constructors import (
     batch_prefix_lm,
     bigbird,
@@ -29,6 +29,7 @@ from stof_compile.masks.constructors import (
     strided,
 )
 from stof_compile.masks.convert import as_mask_spec, from_block_mask, to_flex
+from stof_compile.masks.mask_cache import cached_block_mask
 from stof_compile.masks.recognise import recognise
 from stof_compile.masks.spec import MaskSpec
 

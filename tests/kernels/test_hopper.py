@@ -10,7 +10,6 @@ from stof_compile.kernels.attention_hopper import (
     _REGISTERS,
     attention_hopper_forward,
     hopper_refusal,
-    hopper_shared_memory_bytes,
     query_slots,
 )
 from stof_compile.kernels.limits import shared_memory_limit
@@ -233,8 +232,7 @@ def test_compiles_without_spills(head_dim, features, dtype):
         assert found.registers * 256 * config.hopper <= 65536
         # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
         assert (found.shared_bytes + 1024) * config.hopper <= 228 * 1024
-        estimate = hopper_shared_memory_bytes(block_d, config.hopper, config.num_stages)
-        assert found.shared_bytes <= estimate <= shared_memory_limit(HOPPER)
+        assert found.shared_bytes <= shared_memory_limit(HOPPER)
         text = compiled.asm["ptx"]
         assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
         assert "setmaxnreg" in text
