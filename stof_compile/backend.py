@@ -1,14 +1,16 @@
 """The backend: ``torch.compile(model, backend="stof")``.
 
-capture -> normalise -> match attention -> resolve masks -> choose kernels -> rewrite -> Inductor ->
-dump.
+capture -> normalise -> match attention -> resolve masks -> choose kernels -> rewrite -> fuse ->
+compare with the graph as it was -> Inductor -> dump.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,16 +32,21 @@ from stof_compile.emit import erase_unused
 from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
 from stof_compile.folded import FoldedBuffers
+from stof_compile.fuse import FusionResult, fuse_operators
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
 from stof_compile.plan import Plan
 from stof_compile.record_attention import record_near_misses, record_sites
+from stof_compile.record_fusion import record_fusion
 from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key, write_atomic
 from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
 from stof_compile.variants import facts_at_call, with_variants
+from stof_compile.verdict import fastest_form
+
+logger = logging.getLogger("stof_compile")
 
 
 def stof(
@@ -63,7 +70,7 @@ def stof(
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
     captured = copy_graph(gm)
-    outcome = _improve(gm, facts, opts)
+    outcome = _fastest(_improve(gm, facts, opts), captured, facts, example_inputs, opts)
     record, started = outcome.record, time.monotonic()
     compiled = compile_with_inductor(outcome.gm, example_inputs, opts)
     record.timings_s["inductor"] = time.monotonic() - started
@@ -76,12 +83,18 @@ def stof(
 
 @dataclass(frozen=True)
 class Outcome:
-    """A graph after STOF's passes; ``folded`` names the buffers a static mask was read from."""
+    """A graph after STOF's passes.
+
+    Args:
+        folded: names of the buffers a static mask was read from.
+        fusion: what became of its operators, None where fusion did not run.
+    """
 
     record: Record
     plan: Plan
     gm: torch.fx.GraphModule
     folded: frozenset[str] = frozenset()
+    fusion: FusionResult | None = None
 
 
 def _improve(gm: torch.fx.GraphModule, facts: CaptureFacts, opts: StofOptions) -> Outcome:
@@ -129,14 +142,67 @@ def _rewrite(
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
     ctx = LoweringContext(facts, opts, store, Budget(opts.tune_budget_s), plan, {})
     reports = lower_attention(gm, sites, resolved, ctx)
-    if opts.fusion == "auto" and not facts.grad_enabled:
-        shortened = shorten_gelu(gm)
-        if shortened:
-            record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
     erase_unused(gm.graph)  # views and mask parts written for sites that stayed
     record_sites(reports, record)
+    fusion = None
+    if opts.fusion != "off":
+        fusion = fuse_operators(gm, facts, opts, store, ctx.budget, plan)
+        record_fusion(fusion, record)
+        if not facts.grad_enabled:
+            shortened = shorten_gelu(gm)
+            if shortened:
+                record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
     folded = facts.static.folded.union(*(report.folded for report in reports))
-    return Outcome(record, Plan(environment, dict(ctx.choices)), gm, frozenset(folded))
+    made = Plan(environment, dict(ctx.choices))
+    if fusion is not None:
+        made = replace(made, chains=fusion.chains, packs=fusion.packs)
+    return Outcome(record, made, gm, frozenset(folded), fusion)
+
+
+def _fastest(
+    outcome: Outcome,
+    captured: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    inputs: Sequence[Any],
+    opts: StofOptions,
+) -> Outcome:
+    """Take the rewritten graph, or an earlier form of it where that is faster as a whole.
+
+    Graphs that write to their inputs are not run here; their segments were compared one by one.
+    """
+    fusion = outcome.fusion
+    unmeasured = opts.tune_budget_s <= 0 or opts.plan is not None or opts.fusion != "auto"
+    if fusion is None or not fusion.changed or unmeasured or facts.mutated_inputs:
+        return outcome
+
+    def earlier(attention: str) -> Outcome:
+        gm = copy_graph(captured)
+        here = facts_at_call(gm, inputs, facts, constant=True)
+        return _improve(gm, here, replace(opts, fusion="off", strict=False, attention=attention))
+
+    forms: dict[str, Outcome] = {"fused": outcome}
+
+    def make(name: str) -> torch.fx.GraphModule:
+        if name not in forms:
+            forms[name] = earlier(opts.attention if name == "attention only" else "off")
+        return forms[name].gm
+
+    names = ("fused", "attention only", "as torch.compile runs it")
+    store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))
+    graphs, asked = outcome.record.graphs, outcome.record.options
+    identity = json.dumps(
+        [graphs["captured"], graphs["rewritten"], asked["mask"], asked["inductor"]]
+    )
+    makers = {name: partial(make, name) for name in names}
+    verdict = fastest_form(makers, inputs, facts.device, opts, store, identity)
+    if verdict is None:
+        return outcome
+    logger.info("%s", verdict)
+    make(verdict.winner)
+    kept = forms[verdict.winner]
+    kept.record.notes.append(str(verdict))
+    kept.record.chains, kept.record.packs = outcome.record.chains, outcome.record.packs
+    return kept
 
 
 def _compile_again(

@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock
 
 from stof_compile.errors import StofPlanError
-from stof_compile.plan import AttentionPlan, Candidate
+from stof_compile.plan import AttentionPlan, Candidate, ChainPlan, PackPlan
 
 STAGES = ("captured", "normalized", "rewritten")
 FORMAT = 1
@@ -84,6 +84,8 @@ class Record:
         mask_paths: path of the option's mask -> names of the sites it matched in this graph.
         graphs: stage ("captured", "normalized", "rewritten") -> readable Python.
         timings_s: step -> seconds spent in the backend.
+        chains: schemes of the op chains, one entry for equal chains.
+        packs: projections that share an input, one entry for equal groups.
         notes: remarks on the whole graph.
         folder: where the dump was written, "" while it was not.
     """
@@ -97,6 +99,8 @@ class Record:
     mask_paths: dict[str, list[str]] = field(default_factory=dict)
     graphs: dict[str, str] = field(default_factory=dict)
     timings_s: dict[str, float] = field(default_factory=dict)
+    chains: list[ChainPlan] = field(default_factory=list)
+    packs: list[PackPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     folder: str = ""
 
@@ -133,7 +137,11 @@ class Record:
                 raise StofPlanError("the record was written by another version of STOF; dump again")
             body.pop("changes_function", None)
             sites = [SiteRecord.from_dict(site) for site in body.pop("sites")]
-            return Record(**body, sites=sites, graphs=dict(graphs or {}))
+            chains = [ChainPlan.from_dict(chain) for chain in body.pop("chains")]
+            packs = [PackPlan.from_dict(pack) for pack in body.pop("packs")]
+            return Record(
+                **body, sites=sites, chains=chains, packs=packs, graphs=dict(graphs or {})
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, StofPlanError):
                 raise
@@ -144,6 +152,7 @@ class Record:
         lines = [*_head(self), "", *_site_lines(self.sites)]
         for title, part in (
             ("decisions", _decision_lines(self.sites)),
+            ("fusion", [*_pack_lines(self.packs), *_chain_lines(self.chains)]),
             ("near misses", [f"{m['name']}: {m['reason']}" for m in self.near_misses]),
             ("left to PyTorch", [f"{f['where']}: {f['reason']}" for f in self.fallbacks]),
             ("notes", self.notes),
@@ -312,6 +321,36 @@ def _decision_lines(sites: Sequence[SiteRecord]) -> list[str]:
         lines.append(f"{where}: {_spell(choice.kernel, choice.config)} ({choice.source})")
         lines.append(f"  {choice.reason}")
         rows = [_candidate_row(candidate) for candidate in choice.candidates]
+        lines += [f"    {line}" for line in align(rows)]
+    return lines
+
+
+def _pack_lines(packs: Sequence[PackPlan]) -> list[str]:
+    lines = []
+    for pack in packs:
+        verb = "packed" if pack.packed else "left apart"
+        sizes = " + ".join(map(str, pack.sizes))
+        lines.append(f"{pack.count}x projections {sizes}: {verb} ({pack.source})")
+        lines.append(f"  {pack.reason}")
+    return lines
+
+
+def _chain_lines(chains: Sequence[ChainPlan]) -> list[str]:
+    lines: list[str] = []
+    for chain in chains:
+        change = f"{chain.initial} -> {chain.code}" if chain.initial != chain.code else chain.code
+        lines.append(
+            f"{chain.count}x chain of {len(chain.kinds)} ops: scheme {change} ({chain.source})"
+        )
+        if chain.reason:
+            lines.append(f"  {chain.reason}")
+        rows = []
+        for segment in chain.segments:
+            kinds = " ".join(chain.kinds[segment.start : segment.stop])
+            config = ",".join(f"{name}={value}" for name, value in segment.config)
+            took = "" if segment.median_us is None else f"{segment.median_us:.1f} us"
+            library = "" if segment.library_us is None else f"as it was {segment.library_us:.1f} us"
+            rows.append((kinds, segment.template, took, library, config))
         lines += [f"    {line}" for line in align(rows)]
     return lines
 

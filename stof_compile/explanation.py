@@ -18,6 +18,7 @@ import torch
 
 from stof_compile.dump import Record, SiteRecord, read_dump
 from stof_compile.errors import StofUnsupportedError
+from stof_compile.plan import ChainPlan, PackPlan
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class Explanation:
     def near_misses(self) -> tuple[dict[str, str], ...]:
         """What looked like attention and was not taken, with the reason."""
         return tuple(miss for record in self.graphs for miss in record.near_misses)
+
+    @property
+    def chains(self) -> tuple[ChainPlan, ...]:
+        """Schemes of the op chains of all graphs."""
+        return tuple(chain for record in self.graphs for chain in record.chains)
+
+    @property
+    def packs(self) -> tuple[PackPlan, ...]:
+        """Projections that share an input, of all graphs."""
+        return tuple(pack for record in self.graphs for pack in record.packs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the graphs as a whole."""
+        return tuple(note for record in self.graphs for note in record.notes)
 
     @property
     def fallbacks(self) -> tuple[dict[str, str], ...]:

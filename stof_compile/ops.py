@@ -19,7 +19,6 @@ from stof_compile.ops_block import (
     fake_attention,
     fake_gradients,
     hopper_programs,
-    load_launcher,
     save_attention,
     with_heavy_rows,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "attention_rule",
     "dense_mask",
     "fake_attention",
-    "load_launcher",
     "save_attention",
 ]
 

@@ -6,12 +6,12 @@ needs them.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stof_compile.launchers import load_launcher
 from stof_compile.masks.fragments import from_fragments
 
 # Positions of q, k, v and bias among the operators' arguments, for the gradient.
@@ -55,7 +55,7 @@ def attention_block(
         )  # fmt: skip
         return out, lse
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    return load_launcher("stof::attention_block")(
+    return _launcher("stof::attention_block")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
     )
 
@@ -83,7 +83,7 @@ def attention_row(
 ) -> tuple[Tensor, Tensor]:
     """Attend with the row-wise kernel; see ``attention_row_forward`` in kernels/."""
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    return load_launcher("stof::attention_row")(
+    return _launcher("stof::attention_row")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
     )
 
@@ -218,31 +218,20 @@ def attention_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> t
     return tuple(gradients)
 
 
-@cache
-def load_launcher(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Import the launcher of a Triton operator and make its kernel known to torch's caches.
+_LAUNCHERS = {
+    "stof::attention_block": ("attention_blockwise", "attention_block_forward"),
+    "stof::attention_row": ("attention_rowwise", "attention_row_forward"),
+}
 
-    torch reads the kernels of an operator when the operator is defined, before ours are imported;
-    it needs their source in the keys of its compile caches, or an edited kernel would be ignored.
-    """
-    if operator == "stof::attention_block":
-        from stof_compile.kernels.attention_blockwise import KERNELS, attention_block_forward
 
-        launcher: Callable[..., tuple[Tensor, Tensor]] = attention_block_forward
-    else:
-        from stof_compile.kernels.attention_rowwise import KERNELS, attention_row_forward
-
-        launcher = attention_row_forward
-    known = getattr(torch._library.triton, "triton_ops_to_kernels", None)
-    if known is not None:
-        known[operator] = list(KERNELS)
-    return launcher
+def _launcher(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    return load_launcher(operator, *_LAUNCHERS[operator])
 
 
 def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         if q.is_cuda:
-            load_launcher(operator)
+            _launcher(operator)
         return fake_attention(q, v, rest[-1])
 
     return fake

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from stof_compile.errors import StofOptionError
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ATTENTION_CHOICES = ("auto", "paper", "block", "row", "gather", "flex", "sdpa", "off")
 FUSION_CHOICES = ("auto", "off")
+SCHEME_CODES = r"[0-9a-fA-F]+(,[0-9a-fA-F]+)*"  # beside the choices: codes of schemes
 
 
 def _about(doc: str, unit: str = "") -> dict[str, str]:
@@ -52,8 +54,9 @@ class StofOptions:
     fusion: str = field(
         default="auto",
         metadata=_about(
-            "operators after attention: auto (exact GELU of half types on CUDA is written shorter; "
-            "Inductor fuses) or off (all is left to Inductor)"
+            "operators after attention: auto (searched, measured, kept where faster), off (all is "
+            "left to Inductor), or scheme codes in hexadecimal, separated by commas (each for the "
+            "chains whose number of ops it fits)"
         ),
     )
     tune_budget_s: float = field(
@@ -181,7 +184,6 @@ def _check_values(options: StofOptions) -> None:
     choices: tuple[tuple[str, tuple[str | None, ...]], ...] = (
         ("mode", MODES),
         ("attention", ATTENTION_CHOICES),
-        ("fusion", FUSION_CHOICES),
     )
     for name, valid in choices:
         value = getattr(options, name)
@@ -191,6 +193,12 @@ def _check_values(options: StofOptions) -> None:
                 f"option {name!r} cannot be {value!r}{_did_you_mean(value, names)}; "
                 f"valid: {', '.join(names)}"
             )
+    if options.fusion not in FUSION_CHOICES and not re.fullmatch(SCHEME_CODES, options.fusion):
+        raise StofOptionError(
+            f"option 'fusion' cannot be {options.fusion!r}"
+            f"{_did_you_mean(options.fusion, FUSION_CHOICES)}; valid: "
+            f"{', '.join(FUSION_CHOICES)}, or scheme codes such as '0c' or '0c,1f'"
+        )
     if not math.isfinite(options.tune_budget_s) or options.tune_budget_s < 0:
         raise StofOptionError(
             f"option 'tune_budget_s' must be >= 0 and finite, got {options.tune_budget_s}; "

@@ -13,7 +13,7 @@ from typing import Any
 
 from stof_compile.errors import StofPlanError
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,112 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class SegmentPlan:
+    """What runs one segment of a scheme.
+
+    Args:
+        start, stop: its ops in the vertical op list, ``start <= i < stop``.
+        template: name of the template; "inductor" leaves the ops as they are.
+        config: (dimension, value) pairs of the template, sorted.
+        median_us: microseconds of one call where it was measured, None otherwise.
+        library_us: microseconds of the same ops under Inductor, None where not measured.
+    """
+
+    start: int
+    stop: int
+    template: str
+    config: tuple[tuple[str, int | float | str | bool], ...] = ()
+    median_us: float | None = None
+    library_us: float | None = None
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> SegmentPlan:
+        """Rebuild a segment from its JSON form."""
+        config = tuple(sorted((str(k), v) for k, v in data["config"]))
+        return SegmentPlan(**{**data, "config": config})
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """The scheme of one op chain.
+
+    Args:
+        kinds: kind of each op of the vertical op list.
+        code: the scheme, toggling bits in hexadecimal.
+        initial: the scheme that rules chose, in the same form.
+        segments: what runs each segment, from left to right.
+        source: ``measured`` | ``store`` | ``rules`` | ``forced`` | ``plan``.
+        count: how often the chain occurs in the graph.
+        initial_us, final_us: time of the initial scheme and of this one, None where not measured.
+        reason: one sentence for people.
+    """
+
+    kinds: tuple[str, ...]
+    code: str
+    initial: str
+    segments: tuple[SegmentPlan, ...]
+    source: str
+    count: int = 1
+    initial_us: float | None = None
+    final_us: float | None = None
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> ChainPlan:
+        """Rebuild a chain from its JSON form."""
+        segments = tuple(SegmentPlan.from_dict(segment) for segment in data["segments"])
+        return ChainPlan(**{**data, "kinds": tuple(data["kinds"]), "segments": segments})
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Whether projections that share an input become one product.
+
+    Args:
+        packed: the decision.
+        sizes: rows of each weight.
+        separate_us, packed_us: time of either form, None where not measured.
+        source: as of :class:`ChainPlan`. reason: one sentence for people.
+        count: how often such a group occurs in the graph.
+    """
+
+    packed: bool
+    sizes: tuple[int, ...]
+    source: str
+    separate_us: float | None = None
+    packed_us: float | None = None
+    reason: str = ""
+    count: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> PackPlan:
+        """Rebuild a decision from its JSON form."""
+        return PackPlan(**{**data, "sizes": tuple(data["sizes"])})
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Choices of a whole graph, keyed by attention problem.
+    """Choices of a whole graph.
 
     Args:
         environment: device and versions the choices were made on.
         attention: problem key -> choice.
+        chains: chain key -> scheme and templates, of chains with a template at least.
+        packs: pack key -> decision.
     """
 
     environment: str
     attention: dict[str, AttentionPlan] = field(default_factory=dict)
+    chains: dict[str, ChainPlan] = field(default_factory=dict)
+    packs: dict[str, PackPlan] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the plan as indented JSON."""
@@ -96,6 +192,8 @@ class Plan:
             "version": PLAN_VERSION,
             "environment": self.environment,
             "attention": {key: plan.to_dict() for key, plan in sorted(self.attention.items())},
+            "chains": {key: plan.to_dict() for key, plan in sorted(self.chains.items())},
+            "packs": {key: plan.to_dict() for key, plan in sorted(self.packs.items())},
         }
         return json.dumps(body, indent=1)
 
@@ -113,10 +211,12 @@ class Plan:
                     f"{where}: plan version {body['version']}, this STOF reads version "
                     f"{PLAN_VERSION}; tune again to write a new plan"
                 )
-            entries = {
-                key: AttentionPlan.from_dict(value) for key, value in body["attention"].items()
-            }
-            return Plan(environment=str(body["environment"]), attention=entries)
+            return Plan(
+                environment=str(body["environment"]),
+                attention={k: AttentionPlan.from_dict(v) for k, v in body["attention"].items()},
+                chains={k: ChainPlan.from_dict(v) for k, v in body["chains"].items()},
+                packs={k: PackPlan.from_dict(v) for k, v in body["packs"].items()},
+            )
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise StofPlanError(
                 f"{where}: not a STOF plan ({error!r}); write one with dump_dir or tune again"

@@ -1,4 +1,6 @@
 """Parametrised kernels for fusion segments."""
 
-TEMPLATES: tuple[object, ...] = ()
+from stof_compile.templates.base import Template
+
+TEMPLATES: tuple[Template, ...] = ()
 """Every template the search may build, in the order in which it tries them."""

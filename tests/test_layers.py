@@ -11,7 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan", "budget"}),
     frozenset(
-        {"masks", "ops", "ops_block", "ops_cpu", "measure", "store", "capture", "normalize"}
+        {
+            "masks",
+            "ops",
+            "ops_block",
+            "ops_cpu",
+            "launchers",
+            "measure",
+            "store",
+            "capture",
+            "normalize",
+        }
         | {
             "compiled_root",
             "emit",
@@ -22,13 +32,15 @@ LAYERS: tuple[frozenset[str], ...] = (
             "static_values",
         }  # parts of normalize, capture
         | {"graph_copy"}  # part of backend
-        | {"fusion"}
+        | {"fusion", "packing"}
+        | {"ops_linear", "ops_norm", "ops_pointwise", "ops_projection", "ops_tilelang"}
     ),
     frozenset({"attention", "templates"}),
     frozenset({"search"}),
     frozenset(
         {"inductor", "dump", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
+        | {"fuse", "record_fusion", "verdict"}
     ),
     frozenset({"backend", "cli", "demo", "integrations"}),
 )

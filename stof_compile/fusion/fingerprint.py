@@ -147,8 +147,11 @@ def _features(op: ChainOp) -> Integers:
 
 
 def _bucket(size: int | str) -> str:
-    """log2 of a size, rounded down; a symbolic one has a bucket of its own."""
-    return str(size.bit_length()) if isinstance(size, int) else "symbolic"
+    """log2 of a size, rounded to the nearest; a symbolic one has a bucket of its own.
+
+    To the nearest, so that 768 and 1024, or 3072 and 4096, share one: models of one family do.
+    """
+    return str((size * size).bit_length() // 2) if isinstance(size, int) else "symbolic"
 
 
 def _weights(name: str, columns: int) -> Integers:

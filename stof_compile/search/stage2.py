@@ -50,6 +50,7 @@ def sample_configs(
     generator: random.Random,
     budget: Budget,
     near: Callable[[C, C], bool] | None = None,
+    prepare: Callable[[int, Sequence[C]], None] | None = None,
     per_iteration: int = CONFIGS_PER_ITERATION,
     reward: float = REWARD,
     patience: int = PATIENCE,
@@ -67,6 +68,7 @@ def sample_configs(
         budget: looked at before every measurement; a known candidate needs none.
         near: whether two candidates differ little, for instance in one dimension. Half of a
             segment's draws are then taken near its best one, as long as there are any.
+        prepare: told which candidates of a segment are measured next, to compile them together.
         per_iteration: candidates drawn in an iteration; a segment with candidates left gets at
             least one, so more segments than this make an iteration longer.
         reward: weight earned by the segment with the largest drop, the leftmost of equals. What
@@ -95,7 +97,10 @@ def sample_configs(
         for segment, count in zip(open_segments, counts, strict=True):
             before = segment.cost_us
             drop = 0.0
-            for candidate in segment.draw(count, near):
+            drawn = segment.draw(count, near)
+            if prepare is not None and not budget.spent:
+                prepare(segment.index, drawn)
+            for candidate in drawn:
                 cost_us = known(segment.index, candidate)
                 if cost_us is None:
                     if budget.spent:

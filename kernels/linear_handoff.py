@@ -1,0 +1,46 @@
+"""Device code with which programs of one launch hand results to each other through memory.
+
+A writer stores its data, then the word READY in a flag; a reader waits for its flags, reads the
+data and clears the flags. Every flag has one writer and one reader.
+
+The flags lie in memory that nothing has initialised (``torch.empty``), which saves the launch that
+would zero a counter, and makes the memory private to a launch: concurrent streams and CUDA graphs
+need no care, and the operator mutates nothing that anyone can see. What a flag holds before is
+arbitrary, and it must not be READY. It is not: READY is 64 random bits, every launch clears the
+flags it has set, so that no stale flag survives in recycled memory, and other data equal it with a
+chance of 2 ** -64.
+
+A reader must have a larger program number than its writers. Programs start in the order of their
+numbers (single-pass scans and stream-K rely on it as well), so whatever a reader waits for is
+running or done, and no wait can last.
+"""
+
+import triton
+import triton.language as tl
+
+READY = tl.constexpr(0x3C9A56E10F2DB487)
+
+
+@triton.jit
+def hand_over(flags, COUNT: tl.constexpr, PADDED: tl.constexpr, stride):
+    """Set ``COUNT`` flags, ``stride`` words apart, after all that this program stored before."""
+    tl.debug_barrier()  # the stores of every thread come before the flag of one
+    lane = tl.arange(0, PADDED)
+    ready = tl.zeros((PADDED,), tl.int64) + READY
+    tl.atomic_xchg(
+        flags + lane * stride, ready, mask=lane < COUNT, sem="release", scope="gpu"
+    )
+
+
+@triton.jit
+def wait_for(flags, count, PADDED: tl.constexpr):
+    """Wait until the first ``count`` (at most PADDED) words at ``flags`` are set; clear them."""
+    lane = tl.arange(0, PADDED)
+    wanted = lane < count
+    nothing = tl.zeros((PADDED,), tl.int64)
+    missing = 1
+    while missing > 0:
+        seen = tl.atomic_add(flags + lane, nothing, mask=wanted, sem="acquire", scope="gpu")
+        missing = tl.sum((wanted & (seen != READY)).to(tl.int32), 0)
+    tl.debug_barrier()  # what one thread has seen holds for all
+    tl.store(flags + lane, nothing, mask=wanted)

@@ -1,0 +1,129 @@
+"""Device code of the fused linear layer; ``linear.py`` says what it computes.
+
+One kernel in three forms: a program per tile; ``SPLIT_K`` programs per tile that each sum a part of
+K, of which the last adds up the parts (``linear_handoff.py``); and persistent programs that walk
+over the tiles, so that the end of one tile overlaps the loads of the next.
+"""
+
+import triton
+import triton.language as tl
+
+from .linear_epilogue import finish_tile, load_operands, store_tile
+from .linear_handoff import hand_over, wait_for
+from .linear_tiles import describe, tile_position, tile_sums, tile_sums_described
+
+
+@triton.jit
+def linear_kernel(
+    x, weight, bias, residual, factor, out, parts, flags, M,
+    stride_x: tl.constexpr, stride_w: tl.constexpr,
+    stride_residual: tl.constexpr, stride_factor: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
+    WEIGHT_KN: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_K: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PIECES: tl.constexpr,
+    EARLY: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """EARLY: the operands of the epilogue are loaded before the product, not after it."""
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    x_view, w_view = x, weight
+    if TMA:
+        x_view, w_view = describe(
+            x, weight, M, stride_x, stride_w, N, K, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    tiles = tl.cdiv(M, BLOCK_M) * TILES_N
+    program = tl.program_id(0)
+    if PERSISTENT:
+        tl.static_assert(SPLIT_K == 1, "persistent programs do not split K")
+        for tile in tl.range(program, tiles, tl.num_programs(0), flatten=True):
+            first_m, column = tile_position(tile, M, BLOCK_M, TILES_N, GROUP_M)
+            first_n = column * BLOCK_N
+            sums = _sums(
+                x_view, w_view, first_m, first_n, tile * 0, STEPS, M, stride_x, stride_w, N, K,
+                WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K, PRECISION,
+            )  # fmt: skip
+            finish_tile(
+                sums, first_m, first_n, bias, residual, factor, out, M, stride_residual,
+                stride_factor, N, BLOCK_M, BLOCK_N, PIECES, EVEN_M, EVEN_N, HAS_BIAS,
+                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            )  # fmt: skip
+    elif SPLIT_K == 1:
+        first_m, column = tile_position(program, M, BLOCK_M, TILES_N, GROUP_M)
+        first_n = column * BLOCK_N
+        operands = (0.0, 0.0, 0.0)
+        if EARLY:
+            operands = load_operands(
+                first_m, first_n, bias, residual, factor, M, stride_residual, stride_factor, N,
+                BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
+            )  # fmt: skip
+        sums = _sums(
+            x_view, w_view, first_m, first_n, program * 0, STEPS, M, stride_x, stride_w, N, K,
+            WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
+        if EARLY:
+            store_tile(
+                sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N, BLOCK_M,
+                BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            )  # fmt: skip
+        else:
+            finish_tile(
+                sums, first_m, first_n, bias, residual, factor, out, M, stride_residual,
+                stride_factor, N, BLOCK_M, BLOCK_N, PIECES, EVEN_M, EVEN_N, HAS_BIAS,
+                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            )  # fmt: skip
+    else:
+        # the programs of one part are neighbours and the last part's come last: they wait
+        part = program // tiles
+        tile = program - part * tiles
+        first_m, column = tile_position(tile, M, BLOCK_M, TILES_N, GROUP_M)
+        first_n = column * BLOCK_N
+        PART_STEPS: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
+        steps = tl.minimum(PART_STEPS, STEPS - part * PART_STEPS)
+        sums = _sums(
+            x_view, w_view, first_m, first_n, part * (PART_STEPS * BLOCK_K), steps, M, stride_x,
+            stride_w, N, K, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K,
+            PRECISION,
+        )  # fmt: skip
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        first_part = tile * (SPLIT_K - 1)
+        if part < SPLIT_K - 1:
+            mine = (first_part + part).to(tl.int64)
+            tl.store(parts + mine * (BLOCK_M * BLOCK_N) + inside, sums)
+            hand_over(flags + mine, 1, 1, 1)
+        else:
+            operands = load_operands(
+                first_m, first_n, bias, residual, factor, M, stride_residual, stride_factor, N,
+                BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
+            )  # fmt: skip
+            first = first_part.to(tl.int64)
+            wait_for(flags + first, SPLIT_K - 1, FLAGS)
+            for other in tl.static_range(SPLIT_K - 1):
+                theirs = parts + (first + other) * (BLOCK_M * BLOCK_N)
+                sums += tl.load(theirs + inside, cache_modifier=".cg")
+            store_tile(
+                sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N, BLOCK_M,
+                BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sums(
+    x_view, w_view, first_m, first_n, first_k, steps, M,
+    stride_x: tl.constexpr, stride_w: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WEIGHT_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    if TMA:
+        return tile_sums_described(
+            x_view, w_view, first_m, first_n, first_k, steps, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION,
+        )  # fmt: skip
+    else:
+        return tile_sums(
+            x_view, w_view, first_m, first_n, first_k, steps, M, stride_x, stride_w, N, K,
+            WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Operator fusion of one graph: projections packed, chains cut into segments, segments replaced by
+templates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from stof_compile.budget import Budget
+from stof_compile.capture import CaptureFacts
+from stof_compile.device import DeviceFacts, device_facts
+from stof_compile.errors import StofOptionError, StofPlanError
+from stof_compile.fusion.chain import OpChain, find_chains
+from stof_compile.fusion.legality import segment_refusal
+from stof_compile.fusion.op_list import op_list, span
+from stof_compile.fusion.read_recipe import read_recipe
+from stof_compile.fusion.recipe import Recipe
+from stof_compile.fusion.rewrite import Segment, rewrite_segments
+from stof_compile.node_ops import raw_name
+from stof_compile.options import StofOptions
+from stof_compile.plan import ChainPlan, PackPlan, Plan
+from stof_compile.search.bench import LIBRARY, DeviceBench
+from stof_compile.search.trial import TrialTable
+from stof_compile.search.tuner import TuningContext, chain_key, tune_chain
+from stof_compile.store import Store
+from stof_compile.templates import TEMPLATES
+from stof_compile.templates.base import Template
+
+logger = logging.getLogger("stof_compile")
+
+
+@dataclass
+class FusionResult:
+    """What fusion did to a graph.
+
+    Args:
+        chains: chain key -> plan, of the chains where a template was considered.
+        packs: pack key -> decision.
+        segments: segments replaced by a template.
+        trials: candidates measured in this compile.
+        refusal: why fusion left the whole graph alone, empty where it did not.
+    """
+
+    chains: dict[str, ChainPlan] = field(default_factory=dict)
+    packs: dict[str, PackPlan] = field(default_factory=dict)
+    segments: int = 0
+    trials: int = 0
+    refusal: str = ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the graph is another one than before."""
+        return self.segments > 0 or any(pack.packed for pack in self.packs.values())
+
+
+def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
+    """Why the operators of a graph are left to Inductor as a whole; empty when they are not."""
+    if facts.grad_enabled:
+        return "gradients are recorded, and templates have none"
+    if facts.has_symbolic_shapes:
+        return "sizes are symbolic, and templates need fixed ones"
+    if facts.fake_inputs:
+        return "the inputs are fake (distributed training)"
+    device = facts.device.type
+    if torch.is_autocast_enabled(device) or any(
+        raw_name(node) == "_enter_autocast" for node in gm.graph.nodes
+    ):
+        return "autocast chooses dtypes inside the graph"
+    return ""
+
+
+def fuse_operators(
+    gm: GraphModule,
+    facts: CaptureFacts,
+    opts: StofOptions,
+    store: Store | None,
+    budget: Budget,
+    plan: Plan | None,
+) -> FusionResult:
+    """Fuse the operators of a graph in place.
+
+    Raises:
+        StofPlanError: the user's plan does not fit the graph.
+        StofOptionError: ``fusion`` is a scheme code that fits no chain.
+    """
+    result = FusionResult(refusal=fusion_refusal(gm, facts))
+    if result.refusal:
+        return result
+    device = device_facts(facts.device)
+    templates = tuple(t for t in TEMPLATES if device.kind in t.device_kinds)
+    bench = DeviceBench(
+        templates, device, facts.device, TrialTable(store, strict=False), budget, opts.seed
+    )
+    forced = opts.fusion if opts.fusion not in ("auto", "off") else ""
+    ctx = TuningContext(
+        bench, budget, store, plan, opts.seed, forced, measure=opts.tune_budget_s > 0
+    )
+    try:
+        _fuse_chains(gm, facts, ctx, templates, device, result)
+    finally:
+        bench.release()
+    result.trials = ctx.trials
+    if plan is not None:
+        _refuse_other_plan(plan, result)
+    if forced and not any(p.source == "forced" for p in result.chains.values()):
+        raise StofOptionError(
+            f"option 'fusion': no chain of this graph has a legal scheme {forced!r}; the dump of "
+            "a compile with fusion='auto' lists the chains and their codes"
+        )
+    return result
+
+
+def _fuse_chains(
+    gm: GraphModule,
+    facts: CaptureFacts,
+    ctx: TuningContext,
+    templates: Sequence[Template],
+    device: DeviceFacts,
+    result: FusionResult,
+) -> None:
+    if not templates:
+        return
+    chains = find_chains(gm, facts)
+    alike: dict[str, list[OpChain]] = {}
+    for chain in chains:
+        alike.setdefault(chain_key(chain), []).append(chain)
+    # the heaviest first: what the budget does not reach weighs least
+    for key, places in sorted(alike.items(), key=lambda item: -_weight(item[1], gm)):
+        first = places[0]
+        legality = partial(_legality, first, gm, facts)
+        chosen = tune_chain(gm, first, legality, ctx)
+        if chosen is not None:
+            result.chains[key] = replace(chosen, count=len(places))
+    named = {template.name: template for template in templates}
+    calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+    for key, chosen in result.chains.items():
+        for chain in alike[key]:
+            calls += _calls(gm, chain, chosen, named, facts)
+    result.segments = rewrite_segments(gm, calls)
+
+
+def _legality(
+    chain: OpChain, gm: GraphModule, facts: CaptureFacts, start: int, stop: int
+) -> str | None:
+    return segment_refusal(chain, start, stop, gm, facts)
+
+
+def _weight(places: Sequence[OpChain], gm: GraphModule) -> float:
+    """Elements that the products of a chain read and write, times its occurrences."""
+    total = 0.0
+    for op in places[0].ops:
+        for value in (op.value, *(operand.value for operand in op.operands)):
+            size = 1.0
+            for extent in value.shape:
+                size *= extent if isinstance(extent, int) else 1
+            total += size * (4 if op.kind.compute_intensive else 1)
+    return total * len(places)
+
+
+def _calls(
+    gm: GraphModule,
+    chain: OpChain,
+    chosen: ChainPlan,
+    templates: Mapping[str, Template],
+    facts: CaptureFacts,
+) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
+    """The calls that replace the segments of one occurrence of a chain."""
+    ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
+    calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+    for segment in chosen.segments:
+        if segment.template == LIBRARY:
+            continue
+        start, stop = span(ops, segment.start, segment.stop)
+        reason = segment_refusal(chain, start, stop, gm, facts)
+        recipe = read_recipe(gm, chain, start, stop)
+        if reason is not None or not isinstance(recipe, Recipe):
+            logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
+            continue
+        call = templates[segment.template].build(recipe, dict(segment.config))
+        calls.append((Segment(chain, start, stop), call.run))
+    return calls
+
+
+def _refuse_other_plan(plan: Plan, result: FusionResult) -> None:
+    unused = [chain for key, chain in plan.chains.items() if key not in result.chains]
+    packs = [pack for key, pack in plan.packs.items() if key not in result.packs]
+    if unused or packs:
+        missing = [f"{' '.join(chain.kinds)} ({chain.count} times)" for chain in unused]
+        missing += [f"projections of {pack.sizes} rows" for pack in packs]
+        raise StofPlanError(
+            "the plan was made for another graph: not found here are the chains "
+            f"{'; '.join(missing)}; tune this model, or give the plan of its own dump"
+        )

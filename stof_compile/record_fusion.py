@@ -1,0 +1,22 @@
+"""What became of a graph's operators, written into its record."""
+
+from __future__ import annotations
+
+import logging
+
+from stof_compile.dump import Record
+from stof_compile.fuse import FusionResult
+
+logger = logging.getLogger("stof_compile")
+
+
+def record_fusion(result: FusionResult, record: Record) -> None:
+    """Note schemes and packs; a graph left alone as a whole is a note with its reason."""
+    if result.refusal:
+        record.notes.append(f"operators are left to Inductor: {result.refusal}")
+        logger.info("operators are left to Inductor: %s", result.refusal)
+        return
+    record.chains = sorted(result.chains.values(), key=lambda chain: -chain.count)
+    record.packs = list(result.packs.values())
+    if result.trials:
+        record.notes.append(f"fusion measured {result.trials} candidates")

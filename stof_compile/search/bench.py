@@ -1,0 +1,280 @@
+"""The bench of the search: every time of a segment that tuning asks for is taken here.
+
+A candidate is a template with a config, or "inductor": the segment as the rest of the graph would
+run it without us. Both are checked against the fp64 reference before they are timed, on operands
+made from the recipe alone, in as many copies as the last-level cache cannot hold: in a model the
+weights of a layer come from memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stof_compile.budget import Budget
+from stof_compile.device import DeviceFacts
+from stof_compile.fusion.recipe import Recipe, TensorSpec, run_recipe
+from stof_compile.measure import (
+    ErrorReport,
+    Timing,
+    check_close,
+    real_tensors,
+    time_callable,
+    time_in_turns,
+)
+from stof_compile.search.library import library_call
+from stof_compile.search.trial import Trial, TrialTable
+from stof_compile.templates.base import Template
+from stof_compile.templates.space import Config
+
+log = logging.getLogger(__name__)
+
+LIBRARY = "inductor"
+"""Template name of a segment that is left as it is."""
+
+TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
+FINAL_S = 0.1
+MAX_SETS = 64
+MAX_SET_BYTES = 1 << 31  # of all copies of a segment's operands together
+ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a segment: a template's name and config, or :data:`LIBRARY` without one."""
+
+    template: str
+    config: tuple[tuple[str, int | float | str | bool], ...] = ()
+
+    @property
+    def settings(self) -> Config:
+        """The config as a dict."""
+        return dict(self.config)
+
+
+def candidate_of(template: str, config: Mapping[str, Any]) -> Candidate:
+    """A candidate from a template's name and a config."""
+    return Candidate(template, tuple(sorted(config.items())))
+
+
+class SegmentBench(Protocol):
+    """What the tuner needs of a bench; tests pass their own."""
+
+    def candidates(self, recipe: Recipe) -> list[Candidate]:
+        """Every candidate of the templates that accept a recipe; each template's first config
+        leads.
+        """
+
+    def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
+        """Compile candidates that will be asked for next."""
+
+    def trial(self, recipe: Recipe, candidate: Candidate) -> Trial:
+        """The trial of a candidate, measured now or before."""
+
+    def known(self, recipe: Recipe, candidate: Candidate) -> Trial | None:
+        """The trial of a candidate if it was measured before."""
+
+    def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
+        """Microseconds of whole schemes, measured in turns."""
+
+    def first(self, recipe: Recipe) -> Candidate | None:
+        """What rules choose among the templates, None where no template accepts."""
+
+
+@dataclass
+class DeviceBench:
+    """A bench on a real device.
+
+    Args:
+        templates: those that may be used. facts, device: where they run.
+        table: trials of this and other processes. budget: seconds and trials left.
+        seed: of the random operands.
+    """
+
+    templates: Sequence[Template]
+    facts: DeviceFacts
+    device: torch.device
+    table: TrialTable
+    budget: Budget
+    seed: int = 0
+    _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
+    _references: dict[str, Tensor] = field(default_factory=dict)
+    _library: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
+    _compiled: set[tuple[str, Candidate]] = field(default_factory=set)
+
+    def candidates(self, recipe: Recipe) -> list[Candidate]:
+        """See :class:`SegmentBench`."""
+        leading: list[Candidate] = []
+        rest: list[Candidate] = []
+        for template in self.templates:
+            if not template.accepts(recipe, self.facts):
+                continue
+            first = candidate_of(template.name, template.first(recipe, self.facts))
+            configs = template.space(recipe, self.facts).configs()
+            leading.append(first)
+            rest += [candidate_of(template.name, config) for config in configs]
+        return [*leading, *(c for c in rest if c not in leading)]
+
+    def first(self, recipe: Recipe) -> Candidate | None:
+        """See :class:`SegmentBench`."""
+        for template in self.templates:
+            if template.accepts(recipe, self.facts):
+                return candidate_of(template.name, template.first(recipe, self.facts))
+        return None
+
+    def known(self, recipe: Recipe, candidate: Candidate) -> Trial | None:
+        """See :class:`SegmentBench`."""
+        return self.table.known(recipe.key, candidate.template, candidate.settings)
+
+    def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
+        """Compile candidates side by side and run each once.
+
+        In threads: Triton's passes, LLVM and the assembler run outside of Python's lock, and what
+        they compile is then known to the process that times it. A failure shows again, and is
+        recorded, when the candidate is measured.
+        """
+        wanted = [
+            c
+            for c in candidates
+            if c.template != LIBRARY
+            and (recipe.key, c) not in self._compiled
+            and self.known(recipe, c) is None
+        ]
+        if len(wanted) < 2 or self.device.type != "cuda":
+            return
+        operands = self._sets(recipe)[0]
+
+        def warm(candidate: Candidate) -> None:
+            if self.budget.spent:
+                return
+            with torch.cuda.device(self.device), torch.no_grad():
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    try:
+                        self._call(recipe, candidate)(*operands)
+                        stream.synchronize()
+                    except Exception as failure:  # recorded as a trial when it is measured
+                        log.debug("%s failed to compile: %r", candidate, failure)
+
+        workers = min(len(wanted), os.cpu_count() or 1, 16)
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(warm, wanted))
+        self._compiled |= {(recipe.key, c) for c in wanted}
+
+    def trial(self, recipe: Recipe, candidate: Candidate) -> Trial:
+        """See :class:`SegmentBench`."""
+
+        def run() -> tuple[ErrorReport, Timing | None]:
+            call = self._call(recipe, candidate)
+            sets = self._sets(recipe)
+            report = self._check(recipe, call, sets[0])
+            if not report.ok:
+                return report, None
+            return report, time_callable(call, sets, self.device, budget_s=TRIAL_S)
+
+        return self.table.measure(
+            recipe.key, candidate.template, candidate.settings, run, self.budget
+        )
+
+    def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
+        """See :class:`SegmentBench`."""
+        calls = []
+        for scheme in schemes:
+            parts = [(self._call(recipe, c), self._sets(recipe)) for recipe, c in scheme]
+
+            def run(turn: int, parts: Any = parts) -> None:
+                for call, sets in parts:
+                    call(*sets[turn % len(sets)])
+
+            calls.append(run)
+        most = max((len(self._sets(r)) for scheme in schemes for r, _ in scheme), default=1)
+        turns = [(turn,) for turn in range(min(most, 8))]
+        timings = time_in_turns(calls, turns, self.device, budget_s=FINAL_S)
+        return [timing.median_us for timing in timings]
+
+    def release(self) -> None:
+        """Give the memory of operands and references back."""
+        self._operands.clear()
+        self._references.clear()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _call(self, recipe: Recipe, candidate: Candidate) -> Callable[..., Tensor]:
+        if candidate.template == LIBRARY:
+            if recipe.key not in self._library:
+                with self._modes():
+                    self._library[recipe.key] = library_call(recipe, self._sets(recipe)[0])
+            return self._library[recipe.key]
+        (template,) = (t for t in self.templates if t.name == candidate.template)
+        call = template.build(recipe, candidate.settings)
+        return lambda *operands: call.run(operands)
+
+    def _check(
+        self, recipe: Recipe, call: Callable[..., Tensor], operands: tuple[Tensor, ...]
+    ) -> ErrorReport:
+        with self._modes():
+            if recipe.key not in self._references:
+                if len(self._references) > 4:  # they are as large as results in fp64
+                    self._references.clear()
+                wide = run_recipe(recipe, operands, torch.float64)
+                self._references[recipe.key] = wide
+            scale = ERROR_SCALE ** max(1, recipe.contractions)
+            out = call(*operands)
+            return check_close(out, self._references[recipe.key], recipe.result.dtype, scale)
+
+    def _sets(self, recipe: Recipe) -> list[tuple[Tensor, ...]]:
+        if recipe.key not in self._operands:
+            while len(self._operands) > 3:
+                self._operands.pop(next(iter(self._operands)))
+            one = max(recipe.nbytes, 1)
+            wanted = 3 * self.facts.l2_bytes if self.facts.is_cuda else 0
+            count = max(1, min(MAX_SETS, math.ceil(wanted / one), MAX_SET_BYTES // one))
+            with self._modes():
+                generator = torch.Generator(self.device).manual_seed(self.seed)
+                self._operands[recipe.key] = [
+                    tuple(
+                        random_operand(recipe, i, self.device, generator)
+                        for i in range(len(recipe.operands))
+                    )
+                    for _ in range(count)
+                ]
+        return self._operands[recipe.key]
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        with real_tensors(), torch.no_grad():
+            yield
+
+
+def random_operand(
+    recipe: Recipe, index: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """A tensor that an operand could be: weights scaled by their fan-in, all else unit normal."""
+    spec = recipe.operands[index]
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    values = torch.randn(_stored(spec), device=device, dtype=torch.float32, generator=generator)
+    for step in recipe.steps:
+        places = [r.index for r in step.inputs[1:2] if r.kind == "operand"]
+        if step.kind == "linear" and index in places:
+            fan_in = recipe.shape(step.inputs[0])[-1]
+            values = values * max(fan_in, 1) ** -0.5
+    tensor.as_strided(_stored(spec), _stored_stride(spec)).copy_(values)
+    return tensor
+
+
+def _stored(spec: TensorSpec) -> tuple[int, ...]:
+    """Sizes without repetition: an expanded dimension is stored once."""
+    return tuple(1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True))
+
+
+def _stored_stride(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(spec.stride)

@@ -1,0 +1,61 @@
+"""The segment as the rest of the graph would run it without us: library products and Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from stof_compile.fusion.recipe import Recipe, Ref, run_recipe
+from stof_compile.short_gelu import HALF_TYPES, short_gelu
+
+
+def library_call(recipe: Recipe, operands: Sequence[Tensor]) -> Callable[..., Tensor]:
+    """Compile a recipe with Inductor, as plain operations.
+
+    A recipe of one product is the library's kernel, called without compiling anything: Inductor
+    would call the same.
+
+    Args:
+        operands: tensors it will be called with (their shapes and strides count).
+    """
+    working = [step.kind for step in recipe.steps if step.kind != "reshape"]
+    if working in ([], ["linear"]):
+        return lambda *given: run_recipe(recipe, given)
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(recipe_graph(recipe), list(operands))
+
+    def run(*given: Tensor) -> Tensor:
+        (result,) = compiled(*given)
+        assert isinstance(result, Tensor)
+        return result
+
+    return run
+
+
+def recipe_graph(recipe: Recipe) -> GraphModule:
+    """A recipe as a torch-level graph with one placeholder an operand and one result."""
+    graph = Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    proxies: list[Any] = [
+        torch.fx.Proxy(graph.placeholder(f"operand_{i}"), tracer)
+        for i in range(len(recipe.operands))
+    ]
+    results: list[Any] = []
+    for step in recipe.steps:
+        values = [(proxies if ref.kind == "operand" else results)[ref.index] for ref in step.inputs]
+        is_gelu = step.kind == "activation" and step.attr("name") == "gelu"
+        on_gpu = any(operand.device == "cuda" for operand in recipe.operands)
+        if is_gelu and on_gpu and step.dtype in HALF_TYPES:
+            results.append(short_gelu(values[0], step.dtype))  # as the back end writes it
+            continue
+        inputs = tuple(Ref("operand", i) for i in range(len(values)))
+        alone = Recipe(recipe.operands, (replace(step, inputs=inputs),))
+        results.append(run_recipe(alone, values))
+    graph.output((results[-1].node,))
+    return GraphModule(torch.nn.Module(), graph)

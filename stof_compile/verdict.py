@@ -1,0 +1,97 @@
+"""The last word on a rewritten graph: timed as a whole against what it would be without us.
+
+Segments are measured alone; what Inductor would have fused across their borders shows only in the
+whole graph. So the finished graph, the graph with attention rewritten only, and the graph as
+torch.compile would run it are compiled and timed in turns, once per graph, device and versions, and
+the fastest is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from stof_compile.errors import StofError
+from stof_compile.graph_copy import copy_graph
+from stof_compile.inductor import compile_with_inductor
+from stof_compile.measure import time_in_turns
+from stof_compile.options import StofOptions
+from stof_compile.store import Store
+
+logger = logging.getLogger("stof_compile")
+
+STORE_KIND = "graphs"
+TIME_S = 0.3  # for each form
+NO_GRAPHS = {"triton.cudagraphs": False}  # the timer captures graphs of its own
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The fastest form of a graph.
+
+    Args:
+        winner: name of the form. times_us: form -> microseconds of one call.
+        source: ``measured`` | ``store``.
+    """
+
+    winner: str
+    times_us: dict[str, float]
+    source: str = "measured"
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in self.times_us.items())
+        return f"whole graph: {times}; kept: {self.winner} ({self.source})"
+
+
+def fastest_form(
+    forms: Mapping[str, Callable[[], GraphModule]],
+    inputs: Sequence[Any],
+    device: torch.device,
+    opts: StofOptions,
+    store: Store | None,
+    identity: str,
+) -> Verdict | None:
+    """Compile and time the forms of one graph.
+
+    Args:
+        forms: name -> a function that makes the graph anew; the first is the one that is kept on
+            a tie, and none of them writes to its inputs.
+        inputs: real inputs of the graph, which are read only.
+        opts: its Inductor settings apply, but for CUDA graphs.
+        store: where the verdict is kept. identity: text that names the graph and what was asked.
+    Returns:
+        None when no form could be timed.
+    """
+    key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
+    held = None if store is None else store.get(STORE_KIND, key)
+    if held is not None and held.get("winner") in forms:
+        try:
+            return replace(Verdict(**held), source="store")
+        except TypeError as error:
+            logger.warning("a stored verdict cannot be read (%r) and is taken anew", error)
+    plain = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+    compiled: dict[str, Callable[..., Any]] = {}
+    for name, make in forms.items():
+        try:
+            compiled[name] = compile_with_inductor(copy_graph(make()), inputs, plain)
+        except StofError:
+            raise
+        except RuntimeError as failure:  # one form's failure is no reason to lose the others
+            logger.warning("%s could not be compiled for timing: %s", name, failure)
+    if not compiled:
+        return None
+    timings = time_in_turns(
+        list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
+    )
+    times = {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
+    verdict = Verdict(min(times, key=lambda name: times[name]), times)
+    if store is not None:
+        store.put(STORE_KIND, key, asdict(verdict))
+    return verdict

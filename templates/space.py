@@ -1,0 +1,48 @@
+"""Config spaces: the settings a template can be built with, pruned before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+Value = int | float | str | bool
+Config = dict[str, Value]
+"""Dimension -> value, plain JSON."""
+
+
+@dataclass(frozen=True)
+class ConfigSpace:
+    """All combinations of some named dimensions that fit the device.
+
+    Args:
+        dims: dimension -> its values, in order of size where they have one.
+        refusal: config -> why it cannot run here (shared memory, registers, a tile larger than the
+            problem), None if it can; asked before anything is compiled.
+    """
+
+    dims: Mapping[str, tuple[Value, ...]]
+    refusal: Callable[[Mapping[str, Value]], str | None] = lambda config: None
+
+    def __len__(self) -> int:
+        return len(self.configs())
+
+    @property
+    def points(self) -> int:
+        """Combinations before pruning."""
+        return prod(len(values) for values in self.dims.values())
+
+    def configs(self) -> list[Config]:
+        """Every config that can run, in the order of the dimensions."""
+        found = []
+        for values in product(*self.dims.values()):
+            config = dict(zip(self.dims, values, strict=True))
+            if self.refusal(config) is None:
+                found.append(config)
+        return found
+
+
+def near(first: Mapping[str, Value], second: Mapping[str, Value]) -> bool:
+    """Whether two configs of one space differ in one dimension only."""
+    return first.keys() == second.keys() and sum(first[k] != second[k] for k in first) == 1
