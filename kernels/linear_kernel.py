@@ -12,6 +12,9 @@ from .linear_epilogue import finish_tile, load_operands, store_tile
 from .linear_handoff import hand_over, wait_for
 from .linear_tiles import describe, tile_position, tile_sums, tile_sums_described
 
+MAX_SPLIT = 33
+_FLAGS = tl.constexpr(32)  # those of one tile, one for each part but the last
+
 
 @triton.jit
 def linear_kernel(
@@ -99,7 +102,7 @@ def linear_kernel(
                 BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
             )  # fmt: skip
             first = first_part.to(tl.int64)
-            wait_for(flags + first, SPLIT_K - 1, FLAGS)
+            wait_for(flags + first, SPLIT_K - 1, _FLAGS)
             for other in tl.static_range(SPLIT_K - 1):
                 theirs = parts + (first + other) * (BLOCK_M * BLOCK_N)
                 sums += tl.load(theirs + inside, cache_modifier=".cg")

@@ -1,12 +1,11 @@
 """LayerNorm and RMSNorm of rows, behind a bias and a residual: checks and launch.
 
-    out = norm(x [+ bias] [+ residual]) [* norm_weight] [+ norm_bias]
+out = norm(x [+ bias] [+ residual]) [* norm_weight] [+ norm_bias]
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .norm_kernel import norm_rows_kernel
@@ -65,7 +64,9 @@ def norm_forward(
     require(x.dim() > 0, "x must be [..., N]", tuple(x.shape))
     n = x.shape[-1]
     out = x.new_empty(x.shape)
-    operands = check_norm(x, x.numel() // max(1, n), n, bias, residual, norm_weight, norm_bias, norm)
+    operands = check_norm(
+        x, x.numel() // max(1, n), n, bias, residual, norm_weight, norm_bias, norm
+    )
     if out.numel() == 0:
         return out
     launch_norm(row_view(x, n), 1, operands, out, norm, eps, how)

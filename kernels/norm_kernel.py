@@ -7,10 +7,7 @@ import triton.language as tl
 @triton.jit
 def load_tile(pointers, valid, MASKED: tl.constexpr):
     """A tile in fp32, 0 where it is not valid; plain loads where all of it is."""
-    if MASKED:
-        tile = tl.load(pointers, mask=valid, other=0.0)
-    else:
-        tile = tl.load(pointers)
+    tile = tl.load(pointers, mask=valid, other=0.0) if MASKED else tl.load(pointers)
     return tile.to(tl.float32)
 
 

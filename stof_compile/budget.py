@@ -35,6 +35,10 @@ class Budget:
         """Whether nothing more may be measured."""
         return (self.trials is not None and self.trials <= 0) or self.left <= 0
 
+    def stop(self) -> None:
+        """Spend all that is left: the user wants the compile to end."""
+        self._end = self.clock()
+
     def count_trial(self) -> None:
         """Take one measured trial off."""
         if self.trials is not None:

@@ -5,6 +5,7 @@ templates.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +47,7 @@ class FusionResult:
         segments: segments replaced by a template.
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
+        seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
     """
 
     chains: dict[str, ChainPlan] = field(default_factory=dict)
@@ -53,6 +55,8 @@ class FusionResult:
     segments: int = 0
     trials: int = 0
     refusal: str = ""
+    seconds: float = 0.0
+    measuring_s: float = 0.0
 
     @property
     def changed(self) -> bool:
@@ -90,6 +94,7 @@ def fuse_operators(
         StofPlanError: the user's plan does not fit the graph.
         StofOptionError: ``fusion`` is a scheme code that fits no chain.
     """
+    started = time.monotonic()
     result = FusionResult(refusal=fusion_refusal(gm, facts))
     if result.refusal:
         return result
@@ -107,6 +112,7 @@ def fuse_operators(
     finally:
         bench.release()
     result.trials = ctx.trials
+    result.seconds, result.measuring_s = time.monotonic() - started, bench.measuring_s
     if plan is not None:
         _refuse_other_plan(plan, result)
     if forced and not any(p.source == "forced" for p in result.chains.values()):

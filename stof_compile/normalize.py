@@ -34,6 +34,8 @@ from stof_compile.node_ops import (
     storage_base,
     tensor_meta,
 )
+from stof_compile.normalize_activations import rewrite_gelus, rewrite_silus
+from stof_compile.normalize_norms import rewrite_rms_norms
 
 Pass = Callable[[Graph, CaptureFacts], int]
 # In-place operations with a functional twin of the same result.
@@ -347,4 +349,7 @@ PASSES: tuple[Pass, ...] = (
     cancel_transposes,
     lift_unbatched_sdpa,
     lift_batched_products,
+    rewrite_rms_norms,
+    rewrite_gelus,
+    rewrite_silus,
 )

@@ -18,5 +18,7 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         return
     record.chains = sorted(result.chains.values(), key=lambda chain: -chain.count)
     record.packs = list(result.packs.values())
+    record.timings_s["fusion"] = result.seconds
+    record.timings_s["measuring"] = result.measuring_s
     if result.trials:
         record.notes.append(f"fusion measured {result.trials} candidates")

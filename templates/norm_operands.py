@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -72,7 +73,7 @@ def norm_tail(
     Args:
         recipe: the recipe. steps: its spine from the first add, or the norm, on.
         width: elements of a row.
-        after: whether ``steps`` go on from a step before; else the first one reads the rows too.
+        after: whether ``steps`` go on from a step before; else the first one reads the rows.
         bias: a vector that is added already (of a linear), or None.
     Returns:
         The tail, or why it is none.
@@ -89,6 +90,7 @@ def norm_tail(
         elif step.kind == "cast":
             if step.dtype != torch.float32 and number != len(steps) - 1:
                 return f"it rounds to {step.dtype} before the end"
+            fulls.extend(step.operands)  # the first step's: the rows
         elif step.kind == "add" and norm is None:
             if step.attr("number") is not None:
                 return "it adds a number"
@@ -150,7 +152,7 @@ def has_row_stride(operand: TensorSpec) -> bool:
     outer = [(n, s) for n, s in zip(operand.shape[:-1], operand.stride[:-1], strict=True) if n != 1]
     return all(
         stride == inner_stride * inner_size
-        for (_, stride), (inner_size, inner_stride) in zip(outer, outer[1:], strict=False)
+        for (_, stride), (inner_size, inner_stride) in pairwise(outer)
     )
 
 

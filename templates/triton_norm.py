@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from math import prod
 
 import torch
-
-from stof_compile.device import DeviceFacts
-from stof_compile.fusion.recipe import Recipe
 from stof_compile.templates.base import Call, Template
 from stof_compile.templates.norm_operands import (
     MAX_NORM_WIDTH,
@@ -20,6 +17,9 @@ from stof_compile.templates.norm_operands import (
     slot,
 )
 from stof_compile.templates.space import Config, ConfigSpace, Value
+
+from stof_compile.device import DeviceFacts
+from stof_compile.fusion.recipe import Recipe
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 NUM_WARPS = (1, 2, 4, 8, 16)

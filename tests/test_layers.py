@@ -32,7 +32,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "static_values",
         }  # parts of normalize, capture
         | {"graph_copy"}  # part of backend
-        | {"fusion", "packing"}
+        | {"fusion", "packing", "packing_guard", "packing_memory", "packing_siblings"}
+        | {"fold_transpose", "compare"}
+        | {"normalize_norms", "normalize_activations", "respell", "between"}  # of normalize
         | {"ops_linear", "ops_norm", "ops_pointwise", "ops_projection", "ops_tilelang"}
     ),
     frozenset({"attention", "templates"}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ class DeviceBench:
         templates: those that may be used. facts, device: where they run.
         table: trials of this and other processes. budget: seconds and trials left.
         seed: of the random operands.
+    Attributes:
+        measuring_s: seconds spent compiling, checking and timing candidates.
     """
 
     templates: Sequence[Template]
@@ -106,6 +109,7 @@ class DeviceBench:
     table: TrialTable
     budget: Budget
     seed: int = 0
+    measuring_s: float = 0.0
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
@@ -151,6 +155,11 @@ class DeviceBench:
         ]
         if len(wanted) < 2 or self.device.type != "cuda":
             return
+        with self._counted():
+            self._compile_all(recipe, wanted)
+        self._compiled |= {(recipe.key, c) for c in wanted}
+
+    def _compile_all(self, recipe: Recipe, wanted: Sequence[Candidate]) -> None:
         operands = self._sets(recipe)[0]
 
         def warm(candidate: Candidate) -> None:
@@ -168,7 +177,6 @@ class DeviceBench:
         workers = min(len(wanted), os.cpu_count() or 1, 16)
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(warm, wanted))
-        self._compiled |= {(recipe.key, c) for c in wanted}
 
     def trial(self, recipe: Recipe, candidate: Candidate) -> Trial:
         """See :class:`SegmentBench`."""
@@ -181,12 +189,17 @@ class DeviceBench:
                 return report, None
             return report, time_callable(call, sets, self.device, budget_s=TRIAL_S)
 
-        return self.table.measure(
-            recipe.key, candidate.template, candidate.settings, run, self.budget
-        )
+        with self._counted():
+            return self.table.measure(
+                recipe.key, candidate.template, candidate.settings, run, self.budget
+            )
 
     def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
         """See :class:`SegmentBench`."""
+        with self._counted():
+            return self._compare(schemes)
+
+    def _compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
         calls = []
         for scheme in schemes:
             parts = [(self._call(recipe, c), self._sets(recipe)) for recipe, c in scheme]
@@ -248,6 +261,14 @@ class DeviceBench:
                     for _ in range(count)
                 ]
         return self._operands[recipe.key]
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.measuring_s += time.monotonic() - started
 
     @contextmanager
     def _modes(self) -> Iterator[None]:

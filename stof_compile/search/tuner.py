@@ -37,7 +37,7 @@ log = logging.getLogger("stof_compile")
 
 STORE_KIND = "chains"
 MAX_SEGMENT_OPS = 12  # looked at when a chain is asked whether anything in it can be improved
-WARM_SAMPLES = 3  # of a segment whose like was learned on another model
+WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 Span = tuple[int, int]  # of the vertical op list
 
 Progress = Callable[[str, float, int], None]
@@ -167,6 +167,7 @@ class _ChainProblem:
         self._spaces: dict[Span, list[Candidate]] = {}
         self._drawn: dict[Span, list[Candidate]] = {}
         self._learned = Learned(ctx.store)
+        self._samples = SAMPLES
 
     @property
     def name(self) -> str:
@@ -257,19 +258,21 @@ class _ChainProblem:
 
     def _stage1(self, initial: Scheme) -> Scheme:
         """The better of two searches: from the initial scheme, and from single ops, which no move
-        leads back to.
+        leads back to. Where the scheme of an alike chain is known, one search from there, with
+        fewer samples.
         """
         ctx, found = self._ctx, []
-        starts = [initial, Scheme.singletons(len(self._ops))]
+        starts, samples = [initial, Scheme.singletons(len(self._ops))], SAMPLES
         learned = self._learned.scheme(self._fingerprint, self._kinds)
         if learned is not None and fits(learned, len(self._ops)):
-            starts.insert(0, Scheme.from_hex(learned, len(self._ops)))
+            starts, samples = [Scheme.from_hex(learned, len(self._ops))], WARM_SAMPLES
+        self._samples = samples
         for start in dict.fromkeys(starts):
             if any(self.refusal(s) is not None for s in start.segments if s[1] - s[0] > 1):
                 continue
             result = search_scheme(
                 start, self._ops, lambda a, b: self.refusal((a, b)), self._sample,
-                budget=ctx.budget, samples=SAMPLES,
+                budget=ctx.budget, samples=samples,
             )  # fmt: skip
             found.append(result.scheme)
         return min(found, key=self._known_cost) if found else initial
@@ -300,7 +303,7 @@ class _ChainProblem:
         def prepare(index: int, candidates: Sequence[Candidate]) -> None:
             recipe = self._recipe(places[index])
             assert isinstance(recipe, Recipe), "only segments with templates are sampled"
-            self._bench.prepare(recipe, candidates)
+            self._prepared(recipe, candidates)
 
         return prepare
 
@@ -324,7 +327,7 @@ class _ChainProblem:
             return 0.0  # no template takes it: it costs the same in every scheme
         if place not in self._drawn:
             drawn = self._draw(place)
-            self._bench.prepare(recipe, drawn)
+            self._prepared(recipe, drawn)
             self._drawn[place] = drawn
         drawn = self._drawn[place]
         if not drawn:
@@ -339,12 +342,13 @@ class _ChainProblem:
         drawn = [Candidate(LIBRARY)] if has_library else []
         learned = self._learned.config(self._segment_fingerprint(place), space)
         if learned is not None:
-            return [*drawn, learned][:WARM_SAMPLES]
+            return [*drawn, learned]
         leading = list({c.template: c for c in reversed(space)}.values())[::-1]
         rest = [c for c in space if c not in leading]
         generator = random.Random(f"{self._ctx.seed} {place} {len(space)}")
         drawn += leading
-        return drawn + generator.sample(rest, min(len(rest), max(0, SAMPLES - len(drawn))))
+        drawn += generator.sample(rest, min(len(rest), max(0, self._samples - len(drawn))))
+        return drawn[: self._samples]
 
     # -- times -------------------------------------------------------------------------------------
 
@@ -352,11 +356,26 @@ class _ChainProblem:
         recipe = self._recipe(place)
         assert isinstance(recipe, Recipe), "a segment without a recipe is never measured"
         known = self._bench.known(recipe, candidate) is not None
-        trial = self._bench.trial(recipe, candidate)
+        try:
+            trial = self._bench.trial(recipe, candidate)
+        except KeyboardInterrupt:
+            self._interrupted()
+            return math.inf
         if not known:
             self._ctx.trials += 1
             self._ctx.progress(self.name, self._best_cost(place), self._ctx.trials)
         return trial.cost_us
+
+    def _interrupted(self) -> None:
+        """Ctrl-C ends the tuning, not the compile."""
+        log.warning("tuning interrupted: going on with the best that was measured")
+        self._ctx.budget.stop()
+
+    def _prepared(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
+        try:
+            self._bench.prepare(recipe, candidates)
+        except KeyboardInterrupt:
+            self._interrupted()
 
     def _cost_if_known(self, place: Span, candidate: Candidate) -> float | None:
         recipe = self._recipe(place)

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
+from stof_compile.templates.base import Call, Slot, Template
+from stof_compile.templates.space import ConfigSpace
 from torch import nn
 
 from stof_compile import explain
@@ -18,8 +20,6 @@ from stof_compile.device import DeviceFacts
 from stof_compile.errors import StofOptionError, StofPlanError
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.search import bench
-from stof_compile.templates.base import Call, Slot, Template
-from stof_compile.templates.space import ConfigSpace
 
 
 def fused_gelu(x, weight, bias, residual, speed):
@@ -111,7 +111,7 @@ def test_equal_layers_are_tuned_once_and_all_rewritten(fast_template, fresh_dyna
     chain = kept(record)
     assert chain.count == 3 and chain.source == "measured"
     assert chain.kinds == ("linear", "gelu", "linear", "residual_add", "layer_norm")
-    assert [s.template for s in chain.segments][0] == "test_gelu"
+    assert next(s.template for s in chain.segments) == "test_gelu"
     (folder,) = (tmp_path / "dump").glob("graph_*")
     assert (folder / "plan.json").is_file()
     text = (folder / "rewritten.py").read_text()
@@ -174,5 +174,3 @@ def test_gradients_and_symbolic_sizes_are_left_alone(templates, fresh_dynamo, tm
 def test_off_runs_no_fusion(templates, fresh_dynamo, tmp_path):
     _, fast = run(Mlp().eval(), torch.randn(2, 16, 32), tmp_path, fusion="off")
     assert explain(fast).chains == ()
-
-

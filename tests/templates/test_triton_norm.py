@@ -19,9 +19,9 @@ from norm_recipes import (
     rows_apart,
     written_by,
 )
+from stof_compile.templates.triton_norm import TritonNorm
 
 import stof_compile.ops_norm  # noqa: F401
-from stof_compile.templates.triton_norm import TritonNorm
 
 TEMPLATE = TritonNorm()
 HOPPER = machine(90)
@@ -152,16 +152,9 @@ def test_refusals_name_the_reason():
     rec.add("cast", ("o", 0), to=HALF)
     assert "rounds" in refused(norm(rec, ("v", 0)))
     assert "copied" in refused(norm(Recording(x.transpose(0, 1)), ("o", 0)))
-    rec = Recording(x)
-    rec.add("add", ("o", 0), ("o", 0))
-    rec.add("relu", ("v", 0)) if False else rec.add("neg", ("v", 0))
-    assert "no norm" in refused(Recording_without_norm(x))
-
-
-def Recording_without_norm(x):
     rec = Recording(x, x)
     rec.add("add", ("o", 0), ("o", 1))
-    return rec.recipe()
+    assert "no norm" in refused(rec.recipe())
 
 
 @pytest.mark.parametrize("target", [80, 90])
@@ -213,7 +206,7 @@ def test_ranks(rows):
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 def test_weights_of_another_dtype(dtype):
     """A norm's fp32 parameters beside half rows give fp32 in torch: a cast brings it back."""
-    recipe, operands = norm_recipe(dtype=dtype, affine=False, residual=True)
+    _, operands = norm_recipe(dtype=dtype, affine=False, residual=True)
     out = torch.ops.stof.fused_norm(
         operands[0], None, operands[1], random(72, dtype=SINGLE), None, "rms_norm", 1e-5, [1, 1]
     )
@@ -300,11 +293,12 @@ def test_wrong_arguments_are_refused():
 
 
 def test_it_says_that_it_needs_a_gpu():
-    if INTERPRETED or not torch.cuda.is_available():
-        x = torch.randn(5, 72)
-        if not INTERPRETED:
-            with pytest.raises(ValueError, match="GPU"):
-                torch.ops.stof.fused_norm(x, None, None, None, None, "rms_norm", 1e-5, [1, 4])
+    if INTERPRETED:
+        pytest.skip("the interpreter runs it on the CPU")
+    with pytest.raises(ValueError, match="GPU"):
+        torch.ops.stof.fused_norm(
+            torch.randn(5, 72), None, None, None, None, "rms_norm", 1e-5, [1, 4]
+        )
 
 
 def test_schema_is_the_documented_one():
@@ -339,14 +333,15 @@ def offered(rows, n, dtype, target):
 @pytest.mark.parametrize("target", [80, 86, 89, 90, 100])
 @pytest.mark.parametrize(("rows", "n"), [(128, 768), (4096, 768), (1000, 3072), (33, 16384)])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=NAMES.get)
-def test_every_offered_config_stays_in_registers(target, rows, n, dtype):
+def test_offered_configs_stay_in_registers(target, rows, n, dtype):
     from stof_compile.kernels.norm_kernel import norm_rows_kernel
 
-    for config in offered(rows, n, dtype, target):
+    configs = offered(rows, n, dtype, target)
+    if target != 90:  # the fullest registers, to save time
+        configs = sorted(configs, key=lambda c: c["rows"] / c["num_warps"])[-2:]
+    for config in configs:
         types, constants = kernel_arguments(n, config, dtype, rows)
-        compiled, found = needed_by(
-            norm_rows_kernel, target, types, constants, config["num_warps"]
-        )
+        compiled, found = needed_by(norm_rows_kernel, target, types, constants, config["num_warps"])
         assert_fits(found, target)
         per_thread = config["rows"] * n // (32 * config["num_warps"])
         if n % 8 == 0 and dtype == HALF and per_thread >= 8:

@@ -1,0 +1,83 @@
+"""What may change between two places of a graph: memory that is written, modes that are switched.
+
+A rewrite that reads a value earlier or later than the graph does has to ask here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from stof_compile.node_ops import is_inplace, raw_name, storage_base
+
+REGION_ENTERS = frozenset({"_enter_autocast", "_enter_inference_mode"})
+REGION_EXITS = frozenset({"_exit_autocast", "_exit_inference_mode"})
+GRAD_MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+
+
+def written_by(node: Node) -> tuple[Node, ...] | None:
+    """Bases of the memory a node writes; empty when it writes none, None when it may write any."""
+    if is_inplace(node):
+        target = node.kwargs.get("out") or (node.args[0] if node.args else None)
+        targets = target if isinstance(target, list | tuple) else (target,)
+        return tuple(storage_base(t) for t in targets if isinstance(t, Node))
+    return None if _may_write_any(node) else ()
+
+
+def writer_between(values: Iterable[Node], first: Node, last: Node) -> Node | None:
+    """The first node after ``first`` and before ``last`` that may write memory of the values.
+
+    Args:
+        values: what is read. first, last: nodes of one graph, ``first`` not after ``last``.
+    """
+    bases = {storage_base(value) for value in values}
+    node = first
+    while node is not last:
+        node = node.next
+        assert node.op != "root", f"'{last.name}' stands before '{first.name}'"
+        if node is last:
+            break
+        written = written_by(node)
+        if written is None or not bases.isdisjoint(written):
+            return node
+    return None
+
+
+def region_states(graph: Graph) -> dict[Node, tuple[object, ...]]:
+    """Every node with what is switched on around it; nodes of equal states compute alike.
+
+    A region that is left and entered again is another one.
+    """
+    states: dict[Node, tuple[object, ...]] = {}
+    entered: list[Node] = []
+    gradients: object = None  # as at the start of the graph
+    for node in graph.nodes:
+        name = raw_name(node)
+        if name in REGION_ENTERS:
+            entered.append(node)
+        elif name in REGION_EXITS:
+            entered = [region for region in entered if region is not node.args[0]]
+        elif name in GRAD_MODES:
+            gradients = node.args[0]
+        states[node] = (*entered, gradients)
+    return states
+
+
+def switches_gradients_on(graph: Graph) -> bool:
+    """Whether the graph turns gradients on for a part of itself."""
+    return any(raw_name(n) in GRAD_MODES and n.args[0] is not False for n in graph.nodes)
+
+
+def _may_write_any(node: Node) -> bool:
+    """Whether a call declares that it writes, or tells nothing about it."""
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        schemas = (getattr(node.target, name)._schema for name in node.target.overloads())
+        return any(schema.is_mutable for schema in schemas)
+    # a function of the user that Dynamo was told not to look into
+    return node.op == "call_function" and not raw_name(node)

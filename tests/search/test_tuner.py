@@ -1,0 +1,207 @@
+"""The tuner over fake chains: a clock that moves by one second a trial, times by formula."""
+
+import random
+
+import pytest
+import torch
+
+from stof_compile.budget import Budget
+from stof_compile.fusion.chain import OpChain
+from stof_compile.measure import ErrorReport, Timing
+from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.trial import TrialTable
+from stof_compile.search.tuner import TuningContext, chain_key, tune_chain
+from stof_compile.store import Store
+
+
+class FakeBench:
+    """Times by formula: a template saves a share for each op it fuses; configs differ a little."""
+
+    def __init__(self, table, now, saving=0.3, max_contractions=2, broken=()):
+        self.table, self.now, self.saving = table, now, saving
+        self.max_contractions, self.broken = max_contractions, broken
+        self.asked: list = []
+        self.seen_contractions = 0
+        self.compared = None
+
+    def candidates(self, recipe):
+        working = [step for step in recipe.steps if step.kind != "reshape"]
+        if len(working) < 2 or recipe.contractions > self.max_contractions:
+            return []
+        return [
+            candidate_of("fake", {"warps": w, "tile": t}) for w in range(1, 5) for t in (16, 32)
+        ]
+
+    def first(self, recipe):
+        return next(iter(self.candidates(recipe)), None)
+
+    def prepare(self, recipe, candidates):
+        pass
+
+    def known(self, recipe, candidate):
+        return self.table.known(recipe.key, candidate.template, candidate.settings)
+
+    def trial(self, recipe, candidate):
+        def run():
+            self.now[0] += 1.0
+            self.asked.append((recipe, candidate))
+            self.seen_contractions = max(self.seen_contractions, recipe.contractions)
+            return ErrorReport(0.0, 0.0, True), self.time(recipe, candidate)
+
+        return self.table.measure(recipe.key, candidate.template, candidate.settings, run)
+
+    def time(self, recipe, candidate):
+        base = sum(20.0 if step.kind == "linear" else 10.0 for step in recipe.steps)
+        if candidate.template != LIBRARY:
+            if candidate.settings["warps"] in self.broken:
+                raise RuntimeError("does not fit")
+            fused = sum(step.kind != "reshape" for step in recipe.steps) - 1
+            noise = random.Random(f"{recipe.contractions} {candidate}").random()
+            base *= (1 - self.saving) ** fused * (1 + 0.05 * noise)
+        return Timing(base, base, base, 3, "clock")
+
+    def compare(self, schemes):
+        self.compared = [sum(self.time(r, c).median_us for r, c in scheme) for scheme in schemes]
+        return self.compared
+
+
+def tuned(graph, chain, store=None, seconds=1000.0, legality=None, **bench):
+    now = [0.0]
+    table = TrialTable(store)
+    fake = FakeBench(table, now, **bench)
+    ctx = TuningContext(fake, Budget(seconds, clock=lambda: now[0]), store)
+    return tune_chain(graph.gm, chain, legality or (lambda a, b: None), ctx), fake, ctx
+
+
+@pytest.fixture
+def mlp(bert):
+    """The chain of BERT's feed-forward part, with its graph."""
+    graph = bert(1)
+    return graph, graph.chain_with("gelu")
+
+
+def bound(plan):
+    return [(s.start, s.stop, s.template) for s in plan.segments]
+
+
+def test_it_fuses_what_is_faster_and_names_the_winner(mlp):
+    plan, bench, _ = tuned(*mlp)
+    assert plan.kinds == ("linear", "gelu", "linear", "residual_add", "layer_norm")
+    assert plan.source == "measured" and plan.segments[-1].stop == 5
+    assert bound(plan) == [(0, 5, "fake")]
+    best = min(
+        (bench.time(r, c).median_us, c) for r, c in bench.asked if len(r.steps) == 5
+    )[1]  # fmt: skip
+    assert candidate_of("fake", dict(plan.segments[0].config)) == best
+    assert bench.compared is None or plan.final_us <= plan.initial_us
+
+
+def test_what_is_slower_is_left_as_it_is(mlp):
+    plan, _, _ = tuned(*mlp, saving=-0.5)
+    assert all(template == LIBRARY for _, _, template in bound(plan))
+
+
+def test_never_three_contractions(llama):
+    graph = llama(1)
+    chain = max(graph.chains, key=lambda c: sum(o.kind.compute_intensive for o in c.ops))
+    assert sum(op.kind.compute_intensive for op in chain.ops) > 2
+    plan, bench, _ = tuned(graph, chain, max_contractions=9)
+    assert bench.seen_contractions <= 2
+    for segment in [] if plan is None else plan.segments:
+        kinds = plan.kinds[segment.start : segment.stop]
+        assert sum(kind in ("linear", "matmul", "attention") for kind in kinds) <= 2
+
+
+def test_illegal_segments_are_not_measured(mlp):
+    graph, chain = mlp
+    plan, bench, _ = tuned(graph, chain, legality=lambda a, b: "crossed" if b - a > 2 else None)
+    assert all(stop - start <= 2 for start, stop, _ in bound(plan))
+    assert all(len(recipe.steps) <= 2 for recipe, _ in bench.asked)
+
+
+def test_a_spent_budget_ends_with_the_best_so_far(mlp):
+    plan, bench, ctx = tuned(*mlp, seconds=12.0)
+    assert len(bench.asked) <= 13 and ctx.trials == len(bench.asked)
+    assert plan is not None and plan.segments[-1].stop == 5
+
+
+def test_no_time_at_all_takes_the_rules(mlp):
+    plan, bench, _ = tuned(*mlp, seconds=0.0)
+    assert bench.asked == [] and plan is not None
+
+
+def test_failures_are_recorded_and_lose(mlp):
+    plan, bench, _ = tuned(*mlp, broken=(1, 2, 3))
+    assert dict(plan.segments[0].config)["warps"] == 4
+    failed = [bench.known(r, c).status for r, c in bench.asked if c.settings.get("warps") == 1]
+    assert set(failed) == {"failed"}
+
+
+def test_the_store_answers_the_second_time(mlp, tmp_path):
+    store = Store(tmp_path, "here")
+    first, _, _ = tuned(*mlp, store=store)
+    again, bench, ctx = tuned(*mlp, store=store)
+    assert bench.asked == [] and ctx.trials == 0 and again.source == "store"
+    assert bound(again) == bound(first) and again.code == first.code
+
+
+def test_an_unfinished_search_keeps_its_trials_and_not_its_plan(mlp, tmp_path):
+    store = Store(tmp_path, "here")
+    _, bench, _ = tuned(*mlp, store=store, seconds=12.0)
+    again, rest, _ = tuned(*mlp, store=store)
+    assert again.source == "measured"
+    done = {(r.key, c) for r, c in bench.asked}
+    assert not done & {(r.key, c) for r, c in rest.asked}
+
+
+def test_interrupting_compiles_with_what_was_measured(mlp, monkeypatch):
+    calls = [0]
+
+    def trial(self, recipe, candidate, real=FakeBench.trial):
+        calls[0] += 1
+        if calls[0] == 20:
+            raise KeyboardInterrupt
+        return real(self, recipe, candidate)
+
+    monkeypatch.setattr(FakeBench, "trial", trial)
+    plan, bench, _ = tuned(*mlp)
+    assert plan is not None and len(bench.asked) < 20
+
+
+def test_a_stored_plan_that_does_not_fit_is_searched_anew(mlp, tmp_path, caplog):
+    graph, chain = mlp
+    store = Store(tmp_path, "here")
+    plan, _, _ = tuned(graph, chain, store=store)
+    broken = {**plan.to_dict(), "kinds": ["linear"]}
+    store.put("chains", chain_key(chain), broken)
+    again, _, _ = tuned(graph, chain, store=store)
+    assert again.code == plan.code and "searched anew" in caplog.text
+
+
+def test_a_larger_model_starts_from_what_was_learned(capture, tmp_path):
+    """BERT-large needs at most half of the trials that it needs alone."""
+    base, large = mlp_graph(capture, 768, 3072), mlp_graph(capture, 1024, 4096)
+    _, cold, _ = tuned(*large, store=Store(tmp_path / "cold", "here"))
+    store = Store(tmp_path / "warm", "here")
+    tuned(*base, store=store)
+    plan, warm, _ = tuned(*large, store=store)
+    assert len(warm.asked) <= len(cold.asked) / 2
+    assert bound(plan) == [(0, 5, "fake")]
+
+
+def mlp_graph(capture, width, hidden) -> tuple[object, OpChain]:
+    with torch.device("meta"):
+        up, down = torch.nn.Linear(width, hidden), torch.nn.Linear(hidden, width)
+        norm = torch.nn.LayerNorm(width)
+        x = torch.empty(1, 128, width)
+    block = torch.nn.ModuleList([up, down, norm]).eval().requires_grad_(False)
+
+    def run(x):
+        return block[2](x + block[1](torch.nn.functional.gelu(block[0](x))))
+
+    graph = capture(run, x)
+    return graph, graph.chain_with("gelu")
+
+
+def test_candidates_compare_by_value():
+    assert candidate_of("a", {"x": 1, "y": 2}) == Candidate("a", (("x", 1), ("y", 2)))
