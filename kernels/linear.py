@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear_kernel import MAX_SPLIT, linear_kernel
+from .linear_handoff import MAX_PARTS
+from .linear_kernel import linear_kernel
 from .linear_problem import (
     bias_of,
     check_activation,
@@ -19,6 +20,7 @@ from .linear_problem import (
     check_input,
     describable,
     ensure_scratch_allocator,
+    honest_parts,
     precision_of,
     processors,
     require,
@@ -78,9 +80,9 @@ def fused_linear_forward(
     check_activation(activation, _NAME)
     check_blocks(_NAME, block_m=how.block_m, block_n=how.block_n, block_k=how.block_k)
     require(
-        1 <= how.split_k <= MAX_SPLIT and not (how.split_k > 1 and how.persistent),
+        1 <= how.split_k <= MAX_PARTS and not (how.split_k > 1 and how.persistent),
         _NAME,
-        f"split_k must be in 1..{MAX_SPLIT}, and 1 for persistent programs",
+        f"split_k must be in 1..{MAX_PARTS}, and 1 for persistent programs",
         (how.split_k, how.persistent),
     )
     k = x.shape[-1]
@@ -99,7 +101,7 @@ def fused_linear_forward(
         ensure_scratch_allocator()
     tiles = -(-m // how.block_m) * -(-n // how.block_n)
     steps = -(-k // how.block_k)
-    split = _honest_split(steps, how.split_k)
+    split = honest_parts(steps, how.split_k)
     parts, flags = rows.tensor, rows.tensor  # of no use without parts
     if split > 1:
         # memory of this launch alone: linear_handoff.py says why it needs no zeros
@@ -140,7 +142,7 @@ def fused_linear_forward(
             EARLY=not how.persistent and per_thread <= _EARLY_PER_THREAD,
             EVEN_M=m % how.block_m == 0,
             EVEN_N=n % how.block_n == 0,
-            EVEN_K=k % (how.block_k) == 0,
+            EVEN_K=k % how.block_k == 0,
             PRECISION=precision_of(x),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
@@ -151,14 +153,6 @@ def fused_linear_forward(
 def pieces(block_m: int, block_n: int, persistent: bool) -> int:
     """In how many pieces a tile is stored: persistent programs share memory with the next loads."""
     return 2 if persistent and block_m * block_n >= 128 * 128 else 1
-
-
-def _honest_split(steps: int, split_k: int) -> int:
-    """The largest number of parts, at most ``split_k``, of which none is without work."""
-    split = min(steps, split_k)
-    while -(-steps // split) * (split - 1) >= steps:
-        split -= 1
-    return split
 
 
 def linear_flops(rows: int, n: int, k: int) -> int:

@@ -91,15 +91,11 @@ def load_operands(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """What a tile is finished with: (bias [BLOCK_N], residual, factor [BLOCK_M, BLOCK_N] or 0)."""
-    n = first_n + tl.arange(0, BLOCK_N)
     bias_row = 0.0
     residual_tile = 0.0
     factor_tile = 0.0
     if HAS_BIAS:
-        if EVEN_N:
-            bias_row = tl.load(bias + n)
-        else:
-            bias_row = tl.load(bias + n, mask=n < N, other=0.0)
+        bias_row = load_row(bias, first_n, N, BLOCK_N, EVEN_N)
     if HAS_RESIDUAL:
         residual_tile = _load_tile(
             residual, first_m, first_n, M, stride_residual, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N
@@ -128,16 +124,37 @@ def store_tile(
         v *= factor_tile.to(tl.float32)
     if HAS_RESIDUAL:
         v += residual_tile.to(tl.float32)
+    write_tile(v, first_m, first_n, out, M, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N)
+
+
+@triton.jit
+def load_row(
+    source, first_n, N: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr
+):
+    """BLOCK_N elements of a vector [N] from ``first_n`` on, zeros past its end."""
+    n = first_n + tl.arange(0, BLOCK_N)
+    if EVEN_N:
+        return tl.load(source + n)
+    else:
+        return tl.load(source + n, mask=n < N, other=0.0)
+
+
+@triton.jit
+def write_tile(
+    values, first_m, first_n, out, M, N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Round a tile to the dtype of ``out`` [M, N] and store what lies inside."""
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)
     corner = out + first_m.to(tl.int64) * N + first_n  # rows times columns may pass 2^31
     pointers = corner + (m_idx[:, None] * N + n_idx[None, :])
-    value = v.to(out.dtype.element_ty)
+    rounded = values.to(out.dtype.element_ty)
     if EVEN_M and EVEN_N:
-        tl.store(pointers, value)
+        tl.store(pointers, rounded)
     else:
         keep = _inside(first_m, first_n, M, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N)
-        tl.store(pointers, value, mask=keep)
+        tl.store(pointers, rounded, mask=keep)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 READY = tl.constexpr(0x3C9A56E10F2DB487)
+MAX_PARTS = 33  # programs that may share a tile
+_PART_FLAGS = tl.constexpr(32)  # a flag for each of them but the last
 
 
 @triton.jit
@@ -44,3 +46,26 @@ def wait_for(flags, count, PADDED: tl.constexpr):
         missing = tl.sum((wanted & (seen != READY)).to(tl.int32), 0)
     tl.debug_barrier()  # what one thread has seen holds for all
     tl.store(flags + lane, nothing, mask=wanted)
+
+
+@triton.jit
+def give_part(sums, parts, flags, slot, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Hand a tile of partial sums to the program that adds them up."""
+    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(parts + slot.to(tl.int64) * (BLOCK_M * BLOCK_N) + inside, sums)
+    hand_over(flags + slot, 1, 1, 1)
+
+
+@triton.jit
+def add_parts(
+    sums, parts, flags, first_slot, COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Own sums plus those of COUNT slots, always in the same order, whoever came first."""
+    wait_for(flags + first_slot, COUNT, _PART_FLAGS)
+    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    theirs = parts + first_slot.to(tl.int64) * (BLOCK_M * BLOCK_N) + inside
+    others = tl.load(theirs, cache_modifier=".cg")
+    for other in tl.static_range(1, COUNT):
+        others += tl.load(theirs + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+    return sums + others

@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 from .linear_epilogue import finish_tile, load_operands, store_tile
-from .linear_handoff import hand_over, wait_for
-from .linear_tiles import describe, tile_position, tile_sums, tile_sums_described
-
-MAX_SPLIT = 33
-_FLAGS = tl.constexpr(32)  # those of one tile, one for each part but the last
+from .linear_handoff import add_parts, give_part
+from .linear_tiles import (
+    describe_weight,
+    describe_x,
+    tile_position,
+    tile_sums,
+    tile_sums_described,
+)
 
 
 @triton.jit
@@ -34,9 +37,8 @@ def linear_kernel(
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     x_view, w_view = x, weight
     if TMA:
-        x_view, w_view = describe(
-            x, weight, M, stride_x, stride_w, N, K, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        x_view = describe_x(x, M, stride_x, K, BLOCK_M, BLOCK_K)
+        w_view = describe_weight(weight, stride_w, N, K, WEIGHT_KN, BLOCK_N, BLOCK_K)
     tiles = tl.cdiv(M, BLOCK_M) * TILES_N
     program = tl.program_id(0)
     if PERSISTENT:
@@ -90,22 +92,15 @@ def linear_kernel(
             stride_w, N, K, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K,
             PRECISION,
         )  # fmt: skip
-        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        first_part = tile * (SPLIT_K - 1)
+        slot = tile * (SPLIT_K - 1)
         if part < SPLIT_K - 1:
-            mine = (first_part + part).to(tl.int64)
-            tl.store(parts + mine * (BLOCK_M * BLOCK_N) + inside, sums)
-            hand_over(flags + mine, 1, 1, 1)
+            give_part(sums, parts, flags, slot + part, BLOCK_M, BLOCK_N)
         else:
             operands = load_operands(
                 first_m, first_n, bias, residual, factor, M, stride_residual, stride_factor, N,
                 BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
             )  # fmt: skip
-            first = first_part.to(tl.int64)
-            wait_for(flags + first, SPLIT_K - 1, _FLAGS)
-            for other in tl.static_range(SPLIT_K - 1):
-                theirs = parts + (first + other) * (BLOCK_M * BLOCK_N)
-                sums += tl.load(theirs + inside, cache_modifier=".cg")
+            sums = add_parts(sums, parts, flags, slot, SPLIT_K - 1, BLOCK_M, BLOCK_N)
             store_tile(
                 sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N, BLOCK_M,
                 BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,

@@ -147,6 +147,7 @@ def describable(tensor: Tensor, stride: int) -> bool:
     size = tensor.element_size()
     return (
         tensor.is_cuda
+        and torch.cuda.is_available()
         and torch.version.hip is None
         and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
         and stride > 0
@@ -181,6 +182,14 @@ def processors(x: Tensor) -> int:
     if x.is_cuda and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
     return 3
+
+
+def honest_parts(steps: int, wanted: int) -> int:
+    """The largest number of parts, at most ``wanted``, of which none is without a step."""
+    parts = min(steps, wanted)
+    while -(-steps // parts) * (parts - 1) >= steps:
+        parts -= 1
+    return parts
 
 
 def require(holds: bool, operator: str, rule: str, got: object) -> None:

@@ -124,18 +124,23 @@ def load_weight(
 
 
 @triton.jit
-def describe(
-    x, weight, M, stride_x: tl.constexpr, stride_w: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, WEIGHT_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+def describe_x(
+    x, M, stride_x: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Tensor descriptor of x [M, K], for the copy engine of Hopper and newer."""
+    return tl.make_tensor_descriptor(x, [M, K], [stride_x, 1], [BLOCK_M, BLOCK_K])
+
+
+@triton.jit
+def describe_weight(
+    weight, stride_w: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WEIGHT_KN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Tensor descriptors of x and of the weight, for the copy engine of Hopper and newer."""
-    x_view = tl.make_tensor_descriptor(x, [M, K], [stride_x, 1], [BLOCK_M, BLOCK_K])
+    """Tensor descriptor of a weight [N, K], or [K, N] with WEIGHT_KN."""
     if WEIGHT_KN:
-        w_view = tl.make_tensor_descriptor(weight, [K, N], [stride_w, 1], [BLOCK_K, BLOCK_N])
+        return tl.make_tensor_descriptor(weight, [K, N], [stride_w, 1], [BLOCK_K, BLOCK_N])
     else:
-        w_view = tl.make_tensor_descriptor(weight, [N, K], [stride_w, 1], [BLOCK_N, BLOCK_K])
-    return x_view, w_view
+        return tl.make_tensor_descriptor(weight, [N, K], [stride_w, 1], [BLOCK_N, BLOCK_K])
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The command line: ``stof doctor | demo | explain | cache``."""
+"""The command line: ``stof doctor | demo | explain | tune | cache``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from stof_compile.dump import versions
 from stof_compile.errors import StofError, StofPlanError
 from stof_compile.explanation import explain_dump
 from stof_compile.measure import time_callable
+from stof_compile.options import MODES
+from stof_compile.tune import run_tune
+from stof_compile.tune_subject import DTYPES, MASKS, TuneSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +66,55 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("dump", type=Path, help="folder given as dump_dir, or one graph of it")
     explain.set_defaults(run=_explain)
 
+    _add_tune(commands.add_parser("tune", help="tune a model, show the schemes, save the plan"))
+
     cache = commands.add_parser("cache", help="show or delete what was measured before")
     cache.add_argument("action", choices=("ls", "clear"))
     cache.add_argument("--dir", type=Path, help="folder given as cache_dir; default: the user's")
     cache.set_defaults(run=_cache)
     return parser
+
+
+def _add_tune(tune: argparse.ArgumentParser) -> None:
+    defaults = TuneSettings("")
+    tune.description = (
+        "Compile a model with a tuning budget, print the scheme of every op chain before and "
+        "after, and save the plan: options={'plan': FILE} follows it without a search."
+    )
+    tune.add_argument(
+        "--model",
+        required=True,
+        help="a model of the zoo (bert-base, bert-large, gpt2, llama-1b, t5-base, vit-base, "
+        "distilbert: random weights), a local directory of transformers, or module:function, "
+        "which returns (model, example inputs as a dict or tuple)",
+    )
+    tune.add_argument("--batch", type=int, help="sequences; default 1")
+    tune.add_argument("--seq", type=int, help="tokens of each (ViT: patches); default 512")
+    tune.add_argument(
+        "--mask",
+        choices=MASKS,
+        default=defaults.mask,
+        help="and-ed with the model's own; sqrt(seq) wide, at least 16; default %(default)s",
+    )
+    tune.add_argument("--dtype", choices=DTYPES, help="default float16 on cuda, else float32")
+    tune.add_argument("--device", help="cpu or cuda; default: cuda if there is one")
+    tune.add_argument(
+        "--mode", choices=[mode for mode in MODES if mode], help="Inductor's mode; default default"
+    )
+    tune.add_argument(
+        "--budget",
+        type=float,
+        default=defaults.budget_s,
+        help="most seconds of measuring per graph; default %(default)g",
+    )
+    tune.add_argument(
+        "--out", type=Path, help="the plan; default <model>-<batch>x<seq>.plan.json here"
+    )
+    tune.add_argument("--dump-dir", type=Path, help="write a dump there as well")
+    tune.add_argument(
+        "--seed", type=int, default=defaults.seed, help="of weights, inputs, search; default 0"
+    )
+    tune.set_defaults(run=_tune)
 
 
 def _demo(arguments: argparse.Namespace, console: Console) -> int:
@@ -88,6 +135,24 @@ def _explain(arguments: argparse.Namespace, console: Console) -> int:
             f"{arguments.dump} holds no dump; write one with options={{'dump_dir': ...}}"
         )
     console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _tune(arguments: argparse.Namespace, console: Console) -> int:
+    settings = TuneSettings(
+        model=arguments.model,
+        batch=arguments.batch,
+        seq=arguments.seq,
+        mask=arguments.mask,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        mode=arguments.mode,
+        budget_s=arguments.budget,
+        out=arguments.out,
+        dump_dir=arguments.dump_dir,
+        seed=arguments.seed,
+    )
+    run_tune(settings, console)
     return 0
 
 

@@ -102,9 +102,10 @@ def _sigmoid_product(node: Node) -> tuple[Node, tuple[Node, ...]] | None:
     if operation(node) != "mul" or node.kwargs or len(node.args) != 2:
         return None
     for x, gate in (node.args, node.args[::-1]):
-        if isinstance(x, Node) and isinstance(gate, Node) and operation(gate) == "sigmoid":
-            if argument(gate, 0, "input") is x:
-                return x, (gate, node)
+        if not isinstance(x, Node) or not isinstance(gate, Node):
+            continue
+        if operation(gate) == "sigmoid" and argument(gate, 0, "input") is x:
+            return x, (gate, node)
     return None
 
 

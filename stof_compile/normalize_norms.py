@@ -79,7 +79,7 @@ def _rewrite(graph: Graph, norm: _Spelling) -> bool:
     if dtype_of(x) != target or (norm.weight is not None and dtype_of(norm.weight) != target):
         return False
     nodes = sorted(norm.nodes)
-    if x is norm.wide and any(dtype_of(node) != target for node in nodes):
+    if dtype_of(norm.wide) == target and any(dtype_of(node) != target for node in nodes):
         return False  # rounded on the way: a wide norm would not be
     if not read_inside(nodes, norm.result):
         return False

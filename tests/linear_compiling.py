@@ -1,33 +1,112 @@
-"""Compile the kernels of linear layers for a GPU that is not here, from a config and sizes."""
+"""Compile the kernels of linear layers for a GPU that is not here, from a call of their launcher.
 
+The launcher runs on fake tensors and its launch is recorded, so that what is compiled is what a GPU
+would be given.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
+import torch
 import triton
+from compiling import Needs, needs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-POINTERS = {"parts": "*fp32", "flags": "*i64"}
-SIZES = ("M",)
+DTYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+}
 
 
-def compile_sized(
-    kernel: Any, target: int, dtype: str, constants: dict[str, Any], num_warps: int, stages: int
-) -> Any:
-    """Compile for an sm number; every argument but a size and a constant is a pointer."""
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch: the kernel, its arguments by name and what it is compiled with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+def record(module: Any, function: str, *arguments: Any, tma: bool = True) -> Launch:
+    """Call a launcher of ``stof_compile.kernels`` on (fake) tensors and record its launch.
+
+    Args:
+        module: the module of the launcher.
+        function: its name.
+        arguments: of the launcher.
+        tma: whether the device is taken to have a copy engine.
+    """
+    launches = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*values: Any, num_warps: int, num_stages: int, **named: Any) -> None:
+                held = dict(zip(self.kernel.arg_names, values, strict=False)) | named
+                launches.append(Launch(self.kernel, grid, held, num_warps, num_stages))
+
+            return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "launchable", lambda kernel, tensor: Recorder(kernel))
+        if hasattr(module, "describable"):
+            patch.setattr(module, "describable", lambda tensor, stride: tma)
+        getattr(module, function)(*arguments)
+    (launch,) = launches
+    return launch
+
+
+def compile_launch(launch: Launch, target: int) -> Any:
+    """Compile a recorded launch for an sm number, its numbers hinted at as Triton would."""
+    kernel = launch.kernel
+    signature, constants, attributes = {}, {}, {}
+    for index, (param, name) in enumerate(zip(kernel.params, kernel.arg_names, strict=True)):
+        value = launch.arguments[name]
+        if param.is_constexpr or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = DTYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32" if name in SIZES else POINTERS.get(name, f"*{dtype}")
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or (name in SIZES and constants.get(f"EVEN_{name}"))
-    }
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(
-        source,
-        target=GPUTarget("cuda", target, 32),
-        options={"num_warps": num_warps, "num_stages": stages},
-    )
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def launch_needs(launch: Launch, target: int) -> Needs:
+    """Shared memory, registers and spilled bytes of a recorded launch on an sm number."""
+    return needs(compile_launch(launch, target), target)
+
+
+def written_tensors(launch: Launch) -> set[str]:
+    """Names of the arguments that torch's analysis of the kernel takes for written."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    with pytest.MonkeyPatch.context() as patch, torch._subclasses.FakeTensorMode():
+        patch.setattr(triton.runtime.driver, "_active", Driver())
+        given = {
+            name: torch.empty(value.shape, dtype=value.dtype)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in launch.arguments.items()
+        }
+        if hasattr(wrap, "identify_accessed_tensors"):
+            accesses = wrap.identify_accessed_tensors(launch.kernel, given, {})
+            return {dependency.name for dependency in accesses.read_writes.writes}
+        return set(wrap.identify_mutated_tensors(launch.kernel, given, {}))

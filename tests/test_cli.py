@@ -3,6 +3,7 @@
 import pytest
 
 from stof_compile.cli import main
+from stof_compile.plan import Plan
 from stof_compile.store import Store, default_root
 
 
@@ -30,6 +31,23 @@ def test_demo_refuses_bad_input(capsys, tmp_path):
     assert "cpu or cuda" in capsys.readouterr().err
     assert main(["demo", "--device", "cpu", "--model", str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_tune_saves_a_plan(capsys, tmp_path, fresh_dynamo, monkeypatch):
+    monkeypatch.setattr("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward)
+    out = tmp_path / "plan.json"
+    call = ["tune", "--model", "bert-tiny", "--batch", "2", "--seq", "32", "--mask", "bigbird"]
+    call += ["--device", "cpu", "--budget", "0", "--out", str(out)]
+    assert main(call) == 0
+    assert "attention: 2x" in capsys.readouterr().out
+    assert Plan.from_json(out.read_text()).attention
+
+
+def test_tune_refuses_bad_input(capsys):
+    assert main(["tune", "--model", "bert-bass"]) == 2
+    assert "neither a model of the zoo" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["tune"])
 
 
 def test_unknown_command():

@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "node_ops",
             "static_values",
         }  # parts of normalize, capture
-        | {"graph_copy"}  # part of backend
+        | {"graph_copy", "progress"}  # parts of backend, fuse
         | {"fusion", "packing", "packing_guard", "packing_memory", "packing_siblings"}
         | {"fold_transpose", "compare"}
         | {"normalize_norms", "normalize_activations", "respell", "between"}  # of normalize
@@ -44,7 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
         | {"fuse", "record_fusion", "verdict"}
     ),
-    frozenset({"backend", "cli", "demo", "integrations"}),
+    frozenset({"backend", "cli", "demo", "integrations", "tune", "tune_print", "tune_subject", "zoo"}),
 )
 OUTSIDE_KERNELS = {"torch", "triton", "tilelang"}
 STANDARD = sys.stdlib_module_names

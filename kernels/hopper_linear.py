@@ -1,0 +1,195 @@
+"""A linear layer with its epilogue on Hopper GPUs: when it can run, and how its kernel is launched.
+
+    y = activation(x @ weight.T + bias) [+ residual]
+
+The product and the bias are rounded to the dtype before the activation, as in the unfused graph.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .problem import on_device
+
+ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
+BLOCK_K = 64
+HALF_TYPES = (torch.float16, torch.bfloat16)
+TILES = ((256, 128), (128, 256), (128, 128))
+_SHARED_BYTES = 232448 - 1024  # of a Hopper multiprocessor, without barriers
+# 512 threads begin with 128 registers each; the compiler moves them to the consumers
+_REGISTERS = 128
+
+
+class HopperLinearConfig(NamedTuple):
+    """How the kernel is launched; a list of it is the operator's ``config`` argument."""
+
+    block_m: int = 256  # rows of a tile
+    block_n: int = 128  # columns of a tile
+    stages: int = 3  # depth of the ring of loads
+    group_m: int = 8  # tile rows that are computed together
+
+
+def shared_bytes(config: HopperLinearConfig) -> int:
+    """Shared memory of a program: the ring, the finished tile and two biases."""
+    block_m, block_n, stages, _ = config
+    ring = stages * (block_m + block_n) * BLOCK_K * 2
+    return ring + block_m * block_n * 2 + 2 * max(block_n, 64) * 2
+
+
+def config_refusal(config: HopperLinearConfig, k: int) -> str | None:
+    """Why a config cannot be launched for K columns of x, None where it can."""
+    if (config.block_m, config.block_n) not in TILES or config.group_m < 1 or config.stages < 2:
+        return f"no such tile: {tuple(config)}"
+    if shared_bytes(config) > _SHARED_BYTES:
+        return f"{shared_bytes(config)} bytes of shared memory, there are {_SHARED_BYTES}"
+    if -(-k // BLOCK_K) < config.stages:
+        # the bias of a tile is overwritten two tiles on, when the ring has gone round once
+        return f"{config.stages} stages for {k} columns of x"
+    return None
+
+
+@cache
+def _kernel_is_there() -> bool:
+    """Whether this Triton has the dialect the kernel is written in."""
+    try:
+        from . import hopper_linear_kernel
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(hopper_linear_kernel, "hopper_linear_kernel")
+
+
+def hopper_linear_refusal(
+    n: int, k: int, dtype: torch.dtype, capability: tuple[int, int], activation: str
+) -> str | None:
+    """Why the kernel cannot run a problem, None where it can.
+
+    Args:
+        n, k: rows and columns of the weight. dtype: of all operands.
+        capability: (major, minor) of the device.
+        activation: "" or a name.
+    """
+    if capability[0] != 9 or torch.version.hip is not None:
+        return "it needs a Hopper GPU"
+    if dtype not in HALF_TYPES:
+        return f"it takes fp16 and bf16, not {dtype}"
+    if activation not in ACTIVATIONS:
+        return f"it has no activation {activation!r}"
+    if n % 8 or k % 8 or n < 64 or k < 2 * BLOCK_K:
+        return f"it takes weights of 64 x 128 and more in steps of 8, not {n} x {k}"
+    return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
+
+
+def hopper_linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    config: Sequence[int],
+) -> Tensor:
+    """Launch the kernel.
+
+    Args:
+        x: [..., K], fp16 or bf16; copied if its strides or address do not suit TMA (16 bytes).
+        weight: [N, K], unit stride along K or along N.
+        bias: [N] or None. residual: [..., N] with as many rows as x, or None.
+        activation: one of :data:`ACTIVATIONS`.
+        config: a :class:`HopperLinearConfig`.
+    Returns:
+        [..., N], contiguous.
+    Raises:
+        ValueError: a size, dtype or config that the kernel does not take.
+    """
+    n, k = weight.shape
+    chosen = HopperLinearConfig(*config)
+    if not x.is_cuda:
+        raise ValueError(f"Hopper linear kernel: it runs on a GPU, not on {x.device}")
+    capability = torch.cuda.get_device_capability(x.device)
+    refusal = hopper_linear_refusal(n, k, x.dtype, capability, activation)
+    refusal = refusal or config_refusal(chosen, k)
+    if refusal is None and (x.shape[-1] != k or weight.dtype != x.dtype):
+        refusal = f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}"
+    if refusal is None and 1 not in weight.stride():
+        refusal = f"a weight with strides {weight.stride()}"
+    if refusal is not None:
+        raise ValueError(f"Hopper linear kernel: {refusal}")
+    rows = prod(x.shape[:-1])
+    out = x.new_empty((*x.shape[:-1], n))
+    if out.numel() == 0:
+        return out
+    flat = _for_tma(x.reshape(rows, k))
+    added = None if residual is None else residual.reshape(rows, n)
+    if added is not None and added.stride(1) != 1:
+        added = added.contiguous()
+    weight_kn = weight.stride(1) != 1
+    held = _for_tma(weight.t() if weight_kn else weight)
+    with on_device(x):
+        _launch(flat, held, bias, added, out.view(rows, n), activation, chosen, weight_kn)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    activation: str,
+    config: HopperLinearConfig,
+    weight_kn: bool,
+) -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_linear_kernel import hopper_linear_kernel
+
+    (rows, k), n = x.shape, out.shape[1]
+    block_m, block_n, stages, group_m = config
+    tiles, vector = _layouts()
+    weight_block = [BLOCK_K, block_n] if weight_kn else [block_n, BLOCK_K]
+    biases = out[0] if bias is None else bias.contiguous()
+    operands = [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, BLOCK_K], tiles),
+        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), weight_block, tiles),
+        TensorDescriptor(biases, [1, n], [n, 1], [1, block_n], vector),
+        TensorDescriptor(out, [rows, n], [n, 1], [block_m, block_n], tiles),
+    ]
+    tiles_m, tiles_n = -(-rows // block_m), -(-n // block_n)
+    workers = torch.cuda.get_device_properties(x.device).multi_processor_count
+    hopper_linear_kernel[(min(workers, tiles_m * tiles_n),)](
+        *operands, out if residual is None else residual, rows, n,
+        n if residual is None else residual.stride(0), tiles_m, tiles_n, -(-k // BLOCK_K),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K,
+        STAGES=stages,
+        GROUP_M=group_m,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        WEIGHT_KN=weight_kn,
+        num_warps=8,
+        maxnreg=_REGISTERS,
+    )  # fmt: skip
+
+
+@cache
+def _layouts() -> tuple[Any, Any]:
+    """Shared-memory layouts of a tile and of a bias."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(128, 16, rank=2), gl.NVMMASharedLayout(0, 16, rank=2)
+
+
+def _for_tma(tensor: Tensor) -> Tensor:
+    """The matrix, or a copy of it if TMA cannot address it: 16-byte rows and address."""
+    suits = (
+        tensor.stride(1) == 1
+        and tensor.stride(0) % 8 == 0
+        and tensor.stride(0) > 0
+        and tensor.data_ptr() % 16 == 0
+    )
+    return tensor if suits else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,51 @@
+"""Activations on fp32 expressions of a TileLang program.
+
+Each has NaN where PyTorch has it: for a NaN, and for -inf in the GELUs and SiLU.
+"""
+
+import math
+from typing import Any
+
+import tilelang.language as T
+
+_LOG2E = 1.4426950408889634
+# tail of the normal distribution, lowest power first: see stof_compile/short_gelu.py
+_Q = (-2.8271257, 1.4674070, 0.37257878, 0.67364152, -1.0130376, 0.32653764)
+ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
+
+
+def activate(x: Any, name: str) -> Any:
+    """The activation of an expression; ``""`` is none.
+
+    Raises:
+        ValueError: the name is not one of ``ACTIVATIONS``.
+    """
+    if name == "":
+        return x
+    if name == "relu":
+        return T.Select(x < 0.0, T.float32(0.0), x)  # a maximum would turn NaN into 0
+    if name == "silu":
+        return x * _sigmoid(x)
+    if name == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        return x * _sigmoid(math.sqrt(8 / math.pi) * x * (1.0 + 0.044715 * x * x))
+    if name == "gelu":
+        return _short_gelu(x)
+    raise ValueError(f"activation must be one of {ACTIVATIONS}; got {name!r}")
+
+
+def _sigmoid(x: Any) -> Any:
+    # the root of 1 / (1 + e) is one instruction, a division ten; it is 0 where e overflows
+    root = T.rsqrt(1.0 + T.exp2(x * -_LOG2E))
+    return root * root
+
+
+def _short_gelu(x: Any) -> Any:
+    a = T.abs(x)
+    root = T.rsqrt(a * (math.sqrt(0.5) / 2) + 1.0)
+    t = root * root
+    q = t * _Q[-1] + _Q[-2]
+    for coefficient in _Q[-3::-1]:
+        q = q * t + coefficient
+    tail = t * T.exp2(q - a * a * (_LOG2E / 2))
+    return x * T.Select(x >= 0.0, 1.0 - tail, tail)
