@@ -33,7 +33,7 @@ def default_out(args: argparse.Namespace) -> Path:
     if args.sweep:
         stem = f"sweep-{args.kernel}"
     if args.command == "e2e":
-        stem = f"e2e-{args.model}"
+        stem = f"e2e-{args.model.replace(',', '-')}"
     if args.command == "attention" and args.grid not in (None, "table2"):
         stem += f"-{args.grid}"
     return HERE / "results" / f"{stem}-{args.device}.csv"
@@ -46,8 +46,8 @@ def settle(args: argparse.Namespace) -> None:
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.smoke:
         args.grid = args.grid or "smoke"
-        args.model = "bert-tiny" if args.command in ("e2e", "overhead") else args.model
     args.grid = args.grid or "table2"
+    args.model = args.model or ("all" if args.command == "tuning" else "bert-base")
     if args.out is None:
         args.out = (
             Path(tempfile.mkdtemp(prefix="stof-smoke-")) / "rows.csv"
@@ -57,6 +57,8 @@ def settle(args: argparse.Namespace) -> None:
     args.out = args.out.resolve()
     args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
+    if args.cell_timeout is None:
+        args.cell_timeout = 540.0 if args.command in ("e2e", "tuning") else 240.0
     if args.warm is None:  # elsewhere the seconds of a cold compile are part of the result
         args.warm = 8 if args.device == "cuda" and args.command == "attention" else 0
 
@@ -79,10 +81,11 @@ def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
         "seed",
         "caches",
         "length",
+        "tune_budget",
     ):
         value = getattr(args, name)
         if value not in (None, ""):
-            command += [f"--{name}", str(value)]
+            command += [f"--{name.replace('_', '-')}", str(value)]
     command += ["--sweep"] if args.sweep else []
     command += ["--smoke"] if args.smoke else []
     return [*command, "--worker", unit]
@@ -99,8 +102,7 @@ def worker_environment(args: argparse.Namespace) -> dict[str, str]:
 def drive(args: argparse.Namespace) -> int:
     """Run a command and print its summary; returns the number of failed cells, 100 at most."""
     if args.command == "report":
-        for path in args.files:
-            print(f"{path.name}\n{summary(path)}\n")
+        report(args.files)
         return 0
     settle(args)
     if not args.resume:
@@ -225,6 +227,11 @@ def pending_units(args: argparse.Namespace) -> list[Unit]:
         from e2e import e2e_units
 
         return [Unit(*u) for u in e2e_units(args)]
+    if args.command == "tuning":
+        from e2e import wanted_shapes
+        from tuning import tuning_units
+
+        return [Unit(name, 1) for name in tuning_units(args, wanted_shapes(args))]
     if args.command == "mask":
         from maskbuild import steps
     elif args.command == "overhead":
@@ -268,9 +275,27 @@ def _attention_units(args: argparse.Namespace) -> list[Unit]:
     return units
 
 
+def report(files: Sequence[Path]) -> None:
+    """Print the summary of each file, and one over all end-to-end files where there are several."""
+    together = []
+    for path in files:
+        print(f"{path.name}\n{summary(path)}\n")
+        rows = read_rows(path)
+        together += [rows] if rows and _is_e2e(rows[0]) else []
+    if len(together) > 1:
+        from e2e_stats import comparison
+
+        print(f"all models\n{comparison([row for rows in together for row in rows])}")
+
+
+def _is_e2e(row: dict[str, str]) -> bool:
+    return "transformers" in row and "graph_us" in row
+
+
 def summary(path: Path) -> str:
     """The summary that fits a CSV's columns."""
-    from stats import attention_summary, e2e_summary, means, plain_summary
+    from e2e_stats import e2e_summary
+    from stats import attention_summary, means, plain_summary
     from sweep_stats import sweep_summary
 
     rows = read_rows(path)
@@ -278,7 +303,7 @@ def summary(path: Path) -> str:
         return f"no rows in {path}"
     if "settings" in rows[0]:
         return sweep_summary(rows)
-    if "transformers" in rows[0] and "graph_us" in rows[0]:
+    if _is_e2e(rows[0]):
         return e2e_summary(rows)
     if "tile_floor_us" in rows[0]:
         text = attention_summary(rows)

@@ -1,59 +1,138 @@
-"""Models for end-to-end runs, with random weights from a seed."""
+"""Models for end-to-end runs: the zoo, with the cell's mask in every form that a peer takes.
+
+A model has up to three kinds of attention: ``self`` (the cell's mask), ``causal`` (the mask and the
+model's own causality) and ``cross`` (the mask, in T5 between decoder and encoder).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from cases import tile_fraction
+from roofline import AttentionWork, ModelWork
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.flop_counter import FlopCounterMode
 
-SIZES: dict[str, dict[str, int]] = {
-    "bert-base": {},  # transformers' defaults: 12 layers, 768 hidden, 12 heads
-    "bert-tiny": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "intermediate_size": 128,
-        "vocab_size": 1000,
-    },
-}
+from stof_compile import zoo
+from stof_compile.errors import StofError
+
+SIX = ("bert-base", "bert-large", "gpt2", "llama-1b", "t5-base", "vit-base")
 FLEX_NAME = "bench_flex"
+MASKED_NAME = "bench_masked"
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.convolution")  # bmm is attention, which counts apart
 
 
-def build_model(name: str, seq: int, attention: str, seed: int) -> nn.Module:
-    """An eval-mode fp32 encoder on the CPU; equal seeds give equal weights.
+def model_names(wanted: str, smoke: bool) -> list[str]:
+    """Models named by a comma-separated list (``all``: the six); toy sizes of them for ``smoke``.
+
+    Raises:
+        SystemExit: there is no such model.
+    """
+    words = [word.strip() for word in wanted.split(",")]
+    names = [name for word in words for name in (SIX if word == "all" else (word,))]
+    try:
+        families = {name: zoo.sizes_of(name).family for name in names}
+    except StofError as error:
+        raise SystemExit(str(error)) from error
+    if smoke:
+        names = [f"{families[name]}-tiny" for name in names]
+    return list(dict.fromkeys(names))
+
+
+def roles(name: str) -> tuple[str, ...]:
+    """The kinds of attention a model has."""
+    return tuple(group.role for group in zoo.attention_layers(name))
+
+
+def masks_by_role(name: str, keep: Tensor) -> dict[str, Tensor]:
+    """The mask of each kind of attention, bool ``[S, S]``; ``keep`` is the cell's."""
+    return {role: keep.tril() if role == "causal" else keep for role in roles(name)}
+
+
+def build_model(
+    name: str, seq: int, attention: str, seed: int, dtype: torch.dtype, device: torch.device | str
+) -> nn.Module:
+    """A model of the zoo whose attention modules know their ``bench_role``.
 
     Args:
-        attention: transformers' ``attn_implementation``.
+        seq: as asked for (a ViT has one token more).
+        attention: ``sdpa``, :data:`FLEX_NAME` or :data:`MASKED_NAME`, once these are registered.
     """
-    from transformers import BertConfig, BertModel
-
-    if name not in SIZES:
-        raise SystemExit(f"no model {name!r}; models: {', '.join(SIZES)}")
-    torch.manual_seed(seed)
-    config = BertConfig(
-        max_position_embeddings=max(512, seq), attn_implementation=attention, **SIZES[name]
-    )
-    return BertModel(config, add_pooling_layer=False).eval()
-
-
-def make_tokens(name: str, batch: int, seq: int, seed: int, device: torch.device) -> Tensor:
-    """Random token ids ``[batch, seq]``."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = SIZES[name].get("vocab_size", 30522)
-    return torch.randint(0, vocabulary, (batch, seq), generator=generator).to(device)
+    model = zoo.build_model(name, seq, seed, attention, dtype, device)
+    only = roles(name)[0]
+    for path, module in model.named_modules():
+        if "Attention" in type(module).__name__:
+            role = only
+            if "EncDecAttention" in path:
+                role = "cross"
+            elif path.startswith("decoder.") and zoo.ZOO[name].family == "t5":
+                role = "causal"
+            module.bench_role = role
+    return model
 
 
-def register_flex(block_mask: BlockMask, options: Any, device: torch.device) -> None:
-    """Make ``attn_implementation=FLEX_NAME`` call FlexAttention with this block mask.
+def masked_model(
+    name: str, seq: int, seed: int, keep: Tensor, dtype: torch.dtype, device: torch.device | str
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model under the cell's mask through SDPA, and the mask arguments of its calls.
+
+    The mask is one 4-D bool tensor, given as the model's own ``attention_mask``; ViT takes none, so
+    that its attention function reads it from a buffer.
+    """
+    by_role = {role: mask[None, None] for role, mask in masks_by_role(name, keep).items()}
+    if zoo.ZOO[name].family == "vit":
+        register_masked()
+        model = build_model(name, seq, MASKED_NAME, seed, dtype, device)
+        for module in model.modules():
+            if hasattr(module, "bench_role"):
+                module.register_buffer("bench_mask", by_role["self"], persistent=False)
+        return model, {}
+    model = build_model(name, seq, "sdpa", seed, dtype, device)
+    if "cross" in by_role:
+        given = {"attention_mask": by_role["self"], "decoder_attention_mask": by_role["causal"]}
+        return model, given
+    (mask,) = by_role.values()
+    return model, {"attention_mask": mask}
+
+
+def caller(
+    model: Callable[..., Any], names: Mapping[str, Any], extra: Mapping[str, Tensor]
+) -> Callable[..., Tensor]:
+    """``(*inputs) -> last hidden state``; the model's callable stays the compiled one."""
+    keys, fixed = tuple(names), dict(extra)
+    return lambda *given: model(**dict(zip(keys, given, strict=True)), **fixed).last_hidden_state
+
+
+# -- attention functions ---------------------------------------------------------------------------
+
+
+def register_masked() -> None:
+    """Make ``attn_implementation=MASKED_NAME`` call SDPA with the module's ``bench_mask``."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=module.bench_mask, scale=kwargs.get("scaling")
+        )
+        return out.transpose(1, 2), None
+
+    _register(MASKED_NAME, attend)
+
+
+def register_flex(blocks: Mapping[str, BlockMask], options: Any, device: torch.device) -> None:
+    """Make ``attn_implementation=FLEX_NAME`` call FlexAttention with the block mask of the role.
+
+    T5's learned bias depends on the distance alone: it is read from a table of distances, as an
+    expert would write it.
 
     On a CPU FlexAttention is compiled apart from the model: Inductor's CPU template cannot read a
     query that is a view of a linear's output (torch 2.13), so it needs a graph break around it.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     flex = flex_attention
     if device.type == "cpu":
         apart = torch.compile(flex_attention, dynamic=False)
@@ -67,23 +146,77 @@ def register_flex(block_mask: BlockMask, options: Any, device: torch.device) -> 
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         assert dropout == 0.0, "FlexAttention has no dropout"
+        role = module.bench_role
+        score = None
+        if position_bias is not None and role != "cross":  # cross-attention's bias is zero
+            table, offset = distance_table(position_bias), position_bias.shape[2] - 1
+
+            def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return s + table[h, k - q + offset]
+
         out = flex(
-            query, key, value, block_mask=block_mask, scale=scaling, kernel_options=options or None
+            query,
+            key,
+            value,
+            score_mod=score,
+            block_mask=blocks[role],
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+            kernel_options=options or None,
         )
         return out.transpose(1, 2), None
 
-    def no_mask(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    AttentionInterface.register(FLEX_NAME, attend)
-    AttentionMaskInterface.register(FLEX_NAME, no_mask)
+    _register(FLEX_NAME, attend)
 
 
-def call_with_mask(model: Callable[..., Any], mask: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """``tokens -> last hidden state``; the model's callable stays the compiled one."""
-    if mask is None:
-        return lambda tokens: model(input_ids=tokens).last_hidden_state
-    return lambda tokens: model(input_ids=tokens, attention_mask=mask).last_hidden_state
+def distance_table(position_bias: Tensor) -> Tensor:
+    """A bias ``[1, H, Q, K]`` that depends on ``k - q`` alone, as ``[H, Q + K - 1]``."""
+    before = position_bias[0, :, 1:, 0].flip(-1)
+    return torch.cat([before, position_bias[0, :, 0]], dim=-1)
+
+
+def _register(name: str, attend: Callable[..., Any]) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+# -- work ------------------------------------------------------------------------------------------
+
+
+def model_work(name: str, batch: int, seq: int, keep: Tensor, dtype: torch.dtype) -> ModelWork:
+    """What a call has to compute and to read, counted on a model without storage.
+
+    Args:
+        seq: as asked for. keep: the cell's mask, bool ``[S, S]``.
+    """
+    tokens = keep.shape[0]
+    empty = torch.empty(tokens, tokens, dtype=torch.bool, device="meta")
+    model, extra = masked_model(name, seq, 0, empty, dtype, "meta")
+    inputs = zoo.make_inputs(name, batch, seq, 0, dtype, "meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        caller(model, inputs, extra)(*inputs.values())
+    counts = counter.flop_counts["Global"]
+    looked_up = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    read = sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
+    by_role = masks_by_role(name, keep)
+    attention = []
+    for group in zoo.attention_layers(name):
+        rows = batch * tokens * group.head_dim
+        attention.append(
+            AttentionWork(
+                count=group.count,
+                flop=4 * rows * group.heads * tokens * tile_fraction(by_role[group.role]),
+                moved_bytes=2 * rows * (group.heads + group.kv_heads) * dtype.itemsize,
+                head_dim=group.head_dim,
+            )
+        )
+    products = sum(count for op, count in counts.items() if str(op) in PRODUCTS)
+    return ModelWork(float(products), float(read * dtype.itemsize), tuple(attention))

@@ -115,25 +115,38 @@ def table_rule(cell: Cell, keep: Tensor) -> MaskMod:
     return rule
 
 
-def split_block_mask(setup: Setup, block: int) -> BlockMask:
+def split_block_mask(setup: Setup, block: int, causal: bool = False) -> BlockMask:
     """Block mask of the whole rule, but only its arithmetic part evaluated inside partial blocks.
 
-    Right because BigBird's random tiles are whole blocks: FlexAttention never evaluates the rule in
-    full blocks.
+    Right because BigBird's random tiles are whole blocks, on either side of the diagonal:
+    FlexAttention never evaluates the rule in full blocks. The last block of a ragged length is
+    never full, so there the whole rule is evaluated.
+
+    Args:
+        causal: and-ed with the cell's mask.
     """
     assert RANDOM_BLOCK % block == 0, (
         f"random tiles of {RANDOM_BLOCK} are not whole blocks of {block}"
     )
-    built = _block_mask(setup, table_rule(setup.cell, setup.keep), block)
+    whole, arithmetic = table_rule(setup.cell, setup.keep), arithmetic_rule(setup.cell)
+    if causal:
+        whole, arithmetic = _and_causal(whole), _and_causal(arithmetic)
+    built = _block_mask(setup, whole, block)
+    if setup.cell.seq % block:
+        return built
     return BlockMask.from_kv_blocks(
         built.kv_num_blocks,
         built.kv_indices,
         built.full_kv_num_blocks,
         built.full_kv_indices,
         BLOCK_SIZE=block,
-        mask_mod=arithmetic_rule(setup.cell),
+        mask_mod=arithmetic,
         seq_lengths=(setup.cell.seq, setup.cell.seq),
     )
+
+
+def _and_causal(rule: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: (q >= k) & rule(b, h, q, k)
 
 
 def _flex_default(setup: Setup) -> Attend:

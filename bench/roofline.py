@@ -1,9 +1,11 @@
-"""Ceilings of the device, measured, and the two floors of a masked attention.
+"""Ceilings of the device, measured, and the floors of a masked attention and of a whole model.
 
 element floor = max(bytes of Q, K, V, O / bandwidth, kept elements x 4 D operations / rate); tile
 floor = the same with all elements of the touched 64x64 tiles. Bandwidth is a large copy (read +
 written); rate is the best dense attention kernel at that head dim, since no attention kernel
-reaches the rate of a plain matrix product.
+reaches the rate of a plain matrix product. A model's floor is the larger of two: its products at
+the rate of a large product plus the tile floors of its attention, and its weights at copy
+bandwidth.
 """
 
 from __future__ import annotations
@@ -22,6 +24,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # FA4, dense, of the same device (not importable everywhere): (device, head dim) -> TFLOP/s
 PUBLISHED_TFLOPS = {("NVIDIA H200", 64): 535.0, ("NVIDIA H200", 128): 730.0}
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Equal attention layers of a model.
+
+    Args:
+        count: how many. flop: operations of one in the tiles its mask touches.
+        moved_bytes: Q, K, V and output of one, each once.
+    """
+
+    count: int
+    flop: float
+    moved_bytes: float
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What one call of a model has to do.
+
+    Args:
+        product_flop: operations of all matrix products but attention's.
+        weight_bytes: all parameters but tables that are looked up.
+    """
+
+    product_flop: float
+    weight_bytes: float
+    attention: tuple[AttentionWork, ...]
 
 
 @dataclass(frozen=True)
@@ -47,8 +78,19 @@ class Ceilings:
 
     def floor_us(self, cell: Cell, fraction: float) -> float:
         """Least microseconds of a kernel that works on ``fraction`` of the elements."""
-        memory = cell.moved_bytes / (self.copy_tb_s * 1e12)
-        return 1e6 * max(memory, fraction * cell.dense_flop / self.rate(cell.head_dim))
+        return self._attention_us(cell.moved_bytes, fraction * cell.dense_flop, cell.head_dim)
+
+    def model_floor_us(self, work: ModelWork) -> float:
+        """Least microseconds of a whole model: products plus attention, or reading its weights."""
+        products = 1e6 * work.product_flop / (self.matmul_tflops * 1e12)
+        attention = sum(
+            layer.count * self._attention_us(layer.moved_bytes, layer.flop, layer.head_dim)
+            for layer in work.attention
+        )
+        return max(products + attention, 1e6 * work.weight_bytes / (self.copy_tb_s * 1e12))
+
+    def _attention_us(self, moved_bytes: float, flop: float, head_dim: int) -> float:
+        return 1e6 * max(moved_bytes / (self.copy_tb_s * 1e12), flop / self.rate(head_dim))
 
 
 def device_name(device: torch.device) -> str:

@@ -3,6 +3,8 @@
     python bench/run.py attention --grid table2 [--cells 16x2048,bigbird] [--resume] [--out FILE]
     python bench/run.py attention --grid table2 --sweep [--axes "block_q=64;num_warps=4,8"]
     python bench/run.py e2e --model bert-base [--cells 1x128,8x512,16x2048] [--resume]
+    python bench/run.py e2e --model all [--peers flex-ro,stof,compile-max-autotune,stof-fusion]
+    python bench/run.py tuning [--models bert-base,gpt2] [--cells 1x128] [--tune-budget 60]
     python bench/run.py cpu | mask | overhead | ceilings
     python bench/run.py report FILE...           # print the summary of CSV files again
 
@@ -19,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-COMMANDS = ("attention", "e2e", "cpu", "mask", "overhead", "ceilings", "report")
+COMMANDS = ("attention", "e2e", "tuning", "cpu", "mask", "overhead", "ceilings", "report")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,8 +32,16 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("command", choices=COMMANDS)
     parsed.add_argument("files", nargs="*", type=Path, help="report: CSV files")
     parsed.add_argument("--grid", help="attention: table2 (default), cpu, long, smoke")
-    parsed.add_argument("--cells", help="comma-separated BxS, mask or BxS/mask; default all")
-    parsed.add_argument("--peers", help="only these peers, comma-separated")
+    parsed.add_argument(
+        "--cells",
+        help="attention: comma-separated BxS, mask or BxS/mask; e2e, tuning: any BxS; default all",
+    )
+    parsed.add_argument(
+        "--peers",
+        help="only these peers, comma-separated; e2e: ways (compile-ro, stof-default, ...) or "
+        "sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion) and stof-fusion (no sparse "
+        "attention) run only when named, the first also in three cells",
+    )
     parsed.add_argument("--device", help="cuda or cpu; default what is there")
     parsed.add_argument(
         "--out", type=Path, help="CSV; default bench/results/<command>-<device>.csv"
@@ -48,7 +58,19 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--axes", default="", help="--sweep: product of these fields in place of the kernel's list"
     )
-    parsed.add_argument("--model", default="bert-base", help="e2e: bert-base or bert-tiny")
+    parsed.add_argument(
+        "--model",
+        "--models",
+        help="e2e, tuning, overhead: models of stof_compile/zoo.py, comma-separated, or all "
+        "(bert-base, bert-large, gpt2, llama-1b, t5-base, vit-base); default bert-base, for tuning "
+        "all",
+    )
+    parsed.add_argument(
+        "--tune-budget",
+        type=float,
+        default=60.0,
+        help="tuning: tune_budget_s of STOF; default %(default)g",
+    )
     parsed.add_argument(
         "--seed", type=int, default=None, help="seed of the inputs; default drawn and printed"
     )
@@ -61,7 +83,12 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="processes compiling ahead of the timed pass; default 8 on cuda, 0 on cpu",
     )
-    parsed.add_argument("--cell-timeout", type=float, default=240.0, help="seconds a cell may take")
+    parsed.add_argument(
+        "--cell-timeout",
+        type=float,
+        default=None,
+        help="seconds a cell may take; default 240, for e2e and tuning 540",
+    )
     parsed.add_argument(
         "--budget",
         type=float,

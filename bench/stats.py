@@ -158,34 +158,6 @@ def mean_lines(against: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
-def e2e_summary(rows: Sequence[Row]) -> str:
-    """Per cell and peer: median, graph time, error, compile seconds; then ratios."""
-    if not rows:
-        return "no rows"
-    first = rows[0]
-    lines = [
-        f"{first['device']} · torch {first['torch']} · transformers {first['transformers']} · stof"
-        f" {first['stof']} · {first['model']} {first['dtype']}, ms of a compiled call",
-        f"{'cell':10s} {'peer':16s} {'median':>8s} {'p20':>8s} {'p80':>8s} {'row':>8s} "
-        f"{'graph':>8s} {'rms err':>8s} {'compile s':>9s}",
-    ]
-    columns = ("median_us", "p20_us", "p80_us", "back_to_back_us", "graph_us")
-    for cell, group in by_cell(rows).items():
-        for r in sorted(group, key=lambda r: number(r, "median_us")):
-            times_ms = " ".join(f"{number(r, column) / 1e3:8.3f}" for column in columns)
-            lines.append(
-                f"{cell:10s} {r['peer']:16s} {times_ms} {number(r, 'rms_rel'):8.2g} "
-                f"{number(r, 'compile_s'):9.1f}"
-            )
-        times = {r["peer"]: number(r, "median_us") for r in group}
-        stof = min((t for p, t in times.items() if p.startswith("stof")), default=float("nan"))
-        for title, prefix in (("best torch.compile", "compile"), ("best expert flex", "flex")):
-            others = [t for p, t in times.items() if p.startswith(prefix)]
-            if others and math.isfinite(stof):
-                lines.append(f"{cell:10s} STOF against {title}: {min(others) / stof:.2f}x")
-    return "\n".join(lines)
-
-
 def plain_summary(rows: Sequence[Row]) -> str:
     """All rows as aligned columns, without the condition columns, which stand in a first line."""
     hidden = ("device", "torch", "triton", "stof", "date", "transformers")

@@ -24,6 +24,11 @@ def work(args: argparse.Namespace) -> int:
 
         if args.warm_worker is None:
             run_step(args, device)
+    elif args.command == "tuning":
+        from tuning import run_tuning
+
+        if args.warm_worker is None:
+            run_tuning(args, device)
     elif args.command == "overhead":
         from overhead import run_step as run_overhead
 

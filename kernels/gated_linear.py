@@ -87,9 +87,7 @@ def fused_gated_linear_forward(
     out = x.new_empty((m, n))
     if out.numel() == 0:
         return out.view(*x.shape[:-1], n)
-    tma = bool(how.tma) and all(
-        describable(held.tensor, held.stride) for held in (rows, g, u)
-    )
+    tma = bool(how.tma) and all(describable(held.tensor, held.stride) for held in (rows, g, u))
     if tma:
         ensure_scratch_allocator()
     programs = -(-m // how.block_m) * -(-n // how.block_n)
@@ -117,7 +115,9 @@ def fused_gated_linear_forward(
             GROUP_M=how.group_m,
             PERSISTENT=bool(how.persistent),
             TMA=tma,
-            PIECES=pieces(how.block_m, how.block_n, bool(how.persistent)),
+            PIECES=pieces(
+                how.block_m, 2 * how.block_n, how.num_warps, bool(how.persistent), False
+            ),
             EVEN_M=m % how.block_m == 0,
             EVEN_N=n % how.block_n == 0,
             EVEN_K=k % how.block_k == 0,

@@ -10,6 +10,7 @@ from .linear_epilogue import activate, load_row, write_tile
 from .linear_tiles import (
     describe_weight,
     describe_x,
+    load_described,
     load_weight,
     load_x,
     row_offsets,
@@ -30,6 +31,7 @@ def gated_linear_kernel(
     PERSISTENT: tl.constexpr, TMA: tl.constexpr, PIECES: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A program per tile, or persistent programs that walk over the tiles."""
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     x_view, gate_view, up_view = x, gate, up
     if TMA:
@@ -80,14 +82,8 @@ def _sums(
         for step in range(STEPS):
             k = step * BLOCK_K
             x_tile = x_view.load([first_m, k])
-            if GATE_KN:
-                gate_tile = gate_view.load([k, first_n])
-            else:
-                gate_tile = gate_view.load([first_n, k]).T
-            if UP_KN:
-                up_tile = up_view.load([k, first_n])
-            else:
-                up_tile = up_view.load([first_n, k]).T
+            gate_tile = load_described(gate_view, first_n, k, GATE_KN)
+            up_tile = load_described(up_view, first_n, k, UP_KN)
             gate_sums = tl.dot(x_tile, gate_tile, gate_sums, input_precision=PRECISION)
             up_sums = tl.dot(x_tile, up_tile, up_sums, input_precision=PRECISION)
     else:

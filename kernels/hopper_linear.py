@@ -18,34 +18,50 @@ from .problem import on_device
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
 BLOCK_K = 64
 HALF_TYPES = (torch.float16, torch.bfloat16)
-TILES = ((256, 128), (128, 256), (128, 128))
-_SHARED_BYTES = 232448 - 1024  # of a Hopper multiprocessor, without barriers
-# 512 threads begin with 128 registers each; the compiler moves them to the consumers
-_REGISTERS = 128
+TILES = ((256, 128), (128, 128))
+_SHARED_BYTES = 232448 - 1024  # of a Hopper multiprocessor, without barriers and small tables
+# Finisher warps -> registers of a thread at the start, of a finisher: 65,536 in all; the compiler
+# moves them from the producer to the consumers.
+_REGISTERS = {4: (128, 136), 8: (96, 96)}
 
 
 class HopperLinearConfig(NamedTuple):
     """How the kernel is launched; a list of it is the operator's ``config`` argument."""
 
-    block_m: int = 256  # rows of a tile
+    block_m: int = 128  # rows of a tile
     block_n: int = 128  # columns of a tile
-    stages: int = 3  # depth of the ring of loads
+    stages: int = 5  # depth of the ring of loads
     group_m: int = 8  # tile rows that are computed together
 
 
-def shared_bytes(config: HopperLinearConfig) -> int:
-    """Shared memory of a program: the ring, the finished tile and two biases."""
+def apart(config: HopperLinearConfig, finishing: bool) -> bool:
+    """Whether finished tiles have a buffer of their own; large tiles leave no memory for one.
+
+    Args:
+        finishing: there is an activation or a residual.
+    """
+    return finishing and config.block_m == 128
+
+
+def shared_bytes(config: HopperLinearConfig, finishing: bool) -> int:
+    """Shared memory of a program: the ring, one or two finished tiles and two biases."""
     block_m, block_n, stages, _ = config
     ring = stages * (block_m + block_n) * BLOCK_K * 2
-    return ring + block_m * block_n * 2 + 2 * max(block_n, 64) * 2
+    tiles = 2 if apart(config, finishing) else 1
+    return ring + tiles * block_m * block_n * 2 + 2 * block_n * 2
 
 
-def config_refusal(config: HopperLinearConfig, k: int) -> str | None:
-    """Why a config cannot be launched for K columns of x, None where it can."""
+def config_refusal(config: HopperLinearConfig, k: int, finishing: bool) -> str | None:
+    """Why a config cannot be launched, None where it can.
+
+    Args:
+        k: columns of x. finishing: there is an activation or a residual.
+    """
     if (config.block_m, config.block_n) not in TILES or config.group_m < 1 or config.stages < 2:
         return f"no such tile: {tuple(config)}"
-    if shared_bytes(config) > _SHARED_BYTES:
-        return f"{shared_bytes(config)} bytes of shared memory, there are {_SHARED_BYTES}"
+    needed = shared_bytes(config, finishing)
+    if needed > _SHARED_BYTES:
+        return f"{needed} bytes of shared memory, there are {_SHARED_BYTES}"
     if -(-k // BLOCK_K) < config.stages:
         # the bias of a tile is overwritten two tiles on, when the ring has gone round once
         return f"{config.stages} stages for {k} columns of x"
@@ -110,7 +126,8 @@ def hopper_linear_forward(
         raise ValueError(f"Hopper linear kernel: it runs on a GPU, not on {x.device}")
     capability = torch.cuda.get_device_capability(x.device)
     refusal = hopper_linear_refusal(n, k, x.dtype, capability, activation)
-    refusal = refusal or config_refusal(chosen, k)
+    finishing = activation != "" or residual is not None
+    refusal = refusal or config_refusal(chosen, k, finishing)
     if refusal is None and (x.shape[-1] != k or weight.dtype != x.dtype):
         refusal = f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}"
     if refusal is None and 1 not in weight.stride():
@@ -158,6 +175,9 @@ def _launch(
         TensorDescriptor(out, [rows, n], [n, 1], [block_m, block_n], tiles),
     ]
     tiles_m, tiles_n = -(-rows // block_m), -(-n // block_n)
+    finished_apart = apart(config, activation != "" or residual is not None)
+    finishers = 8 if finished_apart else 4
+    registers, finisher_registers = _REGISTERS[finishers]
     workers = torch.cuda.get_device_properties(x.device).multi_processor_count
     hopper_linear_kernel[(min(workers, tiles_m * tiles_n),)](
         *operands, out if residual is None else residual, rows, n,
@@ -171,8 +191,11 @@ def _launch(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         WEIGHT_KN=weight_kn,
+        APART=finished_apart,
+        FINISHERS=finishers,
+        REGISTERS=finisher_registers,
         num_warps=8,
-        maxnreg=_REGISTERS,
+        maxnreg=registers,
     )  # fmt: skip
 
 

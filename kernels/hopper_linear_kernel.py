@@ -2,12 +2,12 @@
 
 A program is a persistent worker of three parts. The producer warp loads tiles of x and of the
 weight by TMA into a ring. The consumers (two warp groups) multiply, add the bias, round the result
-to its dtype and leave it in shared memory. The finisher (one warp group) reads it from there, applies
-the activation and the residual, and stores it by TMA, while the consumers already work on the next
-tile: what comes after the product costs no time of the matrix units.
+to its dtype and leave it in shared memory. The finishers (one or two warp groups) read it there,
+apply the activation and the residual, and store it by TMA, while the consumers already work on the
+next tile: what comes after the product costs no time of the matrix units.
 
-Barriers are as in ``hopper_kernel.py``: ``full`` ones count bytes or one arrival, a barrier's n-th use
-has phase parity n % 2.
+Barriers are as in ``hopper_kernel.py``: ``full`` ones count bytes or one arrival, a barrier's n-th
+use has phase parity n % 2.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper_kernel import barrier_of_threads, tma_load, tma_store
 
-CHUNK: gl.constexpr = gl.constexpr(32)  # rows the finisher holds in registers
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
@@ -69,7 +68,7 @@ def load_tiles(
             else:
                 tma_load(w_desc, [n * BLOCK_N, k * BLOCK_K], ready, w_bufs.index(stage))
             step += 1
-        turn += 1
+        turn += 1  # noqa: SIM113  (device code)
 
 
 @gluon.jit
@@ -110,42 +109,59 @@ def multiply_tiles(
         fence_async_shared()
         barrier_of_threads()  # one thread signals for all that wrote
         mbarrier.arrive(out_full, count=1)
-        turn += 1
+        turn += 1  # noqa: SIM113  (device code)
 
 
 @gluon.jit
 def finish_tiles(
-    out_desc, residual, out_buf, out_full, out_empty, rows, columns_all, stride_residual,
-    tiles_m, tiles_n,
+    out_desc, residual, out_buf, done_buf, out_full, out_empty,
+    rows, columns_all, stride_residual, tiles_m, tiles_n,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, APART: gl.constexpr,
+    FINISHERS: gl.constexpr,
 ):  # fmt: skip
-    """Apply activation and residual to each tile, in place, and store it."""
-    spread: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_N, BLOCK_N // 8], [4, 1], [1, 0])
+    """Apply activation and residual to each tile and store it.
+
+    ``done_buf`` is where the finished tile goes. APART: it is a second buffer, so that the first is
+    free as soon as it was read; else the same one.
+    """
+    CHUNK: gl.constexpr = 4 * FINISHERS
+    spread: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_N, BLOCK_N // 8], [FINISHERS, 1], [1, 0]
+    )
     row_layout: gl.constexpr = gl.SliceLayout(1, spread)
     column_layout: gl.constexpr = gl.SliceLayout(0, spread)
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         mbarrier.wait(out_full, turn & 1)
+        if APART:
+            tma.store_wait(0)  # the tile before has left the second buffer
+            barrier_of_threads()
         if ACTIVATION != "" or HAS_RESIDUAL:
             column = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=column_layout)
             for chunk in gl.static_range(BLOCK_M // CHUNK):
-                part = out_buf.slice(chunk * CHUNK, CHUNK)
                 if HAS_RESIDUAL:
                     row = m * BLOCK_M + chunk * CHUNK + gl.arange(0, CHUNK, layout=row_layout)
                     place = row.to(gl.int64)[:, None] * stride_residual + column[None, :]
                     inside = (row < rows)[:, None] & (column < columns_all)[None, :]
                     added = gl.load(residual + place, mask=inside, other=0.0).to(gl.float32)
-                value = activated(part.load(spread).to(gl.float32), ACTIVATION)
+                value = out_buf.slice(chunk * CHUNK, CHUNK).load(spread).to(gl.float32)
+                value = activated(value, ACTIVATION)
                 if HAS_RESIDUAL:
                     value = value + added
-                part.store(value.to(out_buf.dtype))
+                done_buf.slice(chunk * CHUNK, CHUNK).store(value.to(done_buf.dtype))
             fence_async_shared()
-        tma_store(out_desc, [m * BLOCK_M, n * BLOCK_N], out_buf)
-        tma.store_wait(0)
-        mbarrier.arrive(out_empty, count=1)
-        turn += 1
+        barrier_of_threads()  # all have read the first buffer and written theirs
+        if APART:
+            mbarrier.arrive(out_empty, count=1)
+            tma_store(out_desc, [m * BLOCK_M, n * BLOCK_N], done_buf)
+        else:
+            tma_store(out_desc, [m * BLOCK_M, n * BLOCK_N], done_buf)
+            tma.store_wait(0)
+            mbarrier.arrive(out_empty, count=1)
+        turn += 1  # noqa: SIM113  (device code)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -187,7 +203,8 @@ def hopper_linear_kernel(
     tiles_m, tiles_n, k_steps,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, WEIGHT_KN: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, WEIGHT_KN: gl.constexpr, APART: gl.constexpr,
+    FINISHERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is one for every multiprocessor."""
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
@@ -196,6 +213,10 @@ def hopper_linear_kernel(
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, W_ROWS, W_COLUMNS], w_desc.layout)
     bias_bufs = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, BLOCK_N], bias_desc.layout)
     out_buf = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
+    if APART:
+        done_buf = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
+    else:
+        done_buf = out_buf
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -219,9 +240,9 @@ def hopper_linear_kernel(
             (
                 finish_tiles,
                 (
-                    out_desc, residual, out_buf, out_full, out_empty, rows, columns_all,
-                    stride_residual, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M, ACTIVATION,
-                    HAS_RESIDUAL,
+                    out_desc, residual, out_buf, done_buf, out_full, out_empty,
+                    rows, columns_all, stride_residual, tiles_m, tiles_n,
+                    BLOCK_M, BLOCK_N, GROUP_M, ACTIVATION, HAS_RESIDUAL, APART, FINISHERS,
                 ),
             ),
             (
@@ -233,6 +254,6 @@ def hopper_linear_kernel(
                 ),
             ),
         ],
-        [4, 1],
-        [88, 24],
+        [FINISHERS, 1],
+        [REGISTERS, 24],
     )  # fmt: skip

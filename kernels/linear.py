@@ -105,9 +105,7 @@ def fused_linear_forward(
     parts, flags = rows.tensor, rows.tensor  # of no use without parts
     if split > 1:
         # memory of this launch alone: linear_handoff.py says why it needs no zeros
-        parts = x.new_empty(
-            (tiles * (split - 1), how.block_m * how.block_n), dtype=torch.float32
-        )
+        parts = x.new_empty((tiles * (split - 1), how.block_m * how.block_n), dtype=torch.float32)
         flags = x.new_empty((tiles * (split - 1),), dtype=torch.int64)
     programs = tiles * split
     if how.persistent:
@@ -138,7 +136,10 @@ def fused_linear_forward(
             SPLIT_K=split,
             PERSISTENT=bool(how.persistent),
             TMA=tma,
-            PIECES=pieces(how.block_m, how.block_n, bool(how.persistent)),
+            PIECES=pieces(
+                how.block_m, how.block_n, how.num_warps, bool(how.persistent),
+                added is not None or times is not None,
+            ),
             EARLY=not how.persistent and per_thread <= _EARLY_PER_THREAD,
             EVEN_M=m % how.block_m == 0,
             EVEN_N=n % how.block_n == 0,
@@ -150,9 +151,21 @@ def fused_linear_forward(
     return out.view(*x.shape[:-1], n)
 
 
-def pieces(block_m: int, block_n: int, persistent: bool) -> int:
-    """In how many pieces a tile is stored: persistent programs share memory with the next loads."""
-    return 2 if persistent and block_m * block_n >= 128 * 128 else 1
+def pieces(
+    block_m: int, block_n: int, num_warps: int, persistent: bool, full_operands: bool
+) -> int:
+    """In how many pieces, side by side, a tile is finished.
+
+    A piece needs registers beside the sums, more so with operands as large as the tile, and memory
+    that persistent programs share with the next loads.
+    """
+    per_thread = block_m * block_n // (32 * num_warps)
+    wanted = 1
+    if per_thread >= 128:
+        wanted = 4 if full_operands else 2
+    elif persistent and block_m * block_n >= 128 * 128:
+        wanted = 2
+    return min(wanted, block_n // 16)
 
 
 def linear_flops(rows: int, n: int, k: int) -> int:

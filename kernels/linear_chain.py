@@ -83,9 +83,7 @@ def fused_linear_chain_forward(
     require(
         how.block_k <= how.block_h, _NAME, "block_k must be <= block_h", (how.block_k, how.block_h)
     )
-    require(
-        1 <= how.split_k <= MAX_PARTS, _NAME, f"split_k must be in 1..{MAX_PARTS}", how.split_k
-    )
+    require(1 <= how.split_k <= MAX_PARTS, _NAME, f"split_k must be in 1..{MAX_PARTS}", how.split_k)
     k = x.shape[-1]
     first = weight_of("w1", w1, x, k, _NAME)
     h = w1.shape[0]

@@ -48,9 +48,7 @@ def linear_chain_kernel(
         sums = activate(sums, ACTIVATION, HALF)
         write_tile(sums, first_m, first_h, hidden, M, H, BLOCK_M, BLOCK_H, EVEN_M, EVEN_H)
         # every tile of the result in these rows has a flag of its own for this tile
-        hand_over(
-            hidden_flags + row * (TILES_N * TILES_H) + column, TILES_N, READERS, TILES_H
-        )
+        hand_over(hidden_flags + row * (TILES_N * TILES_H) + column, TILES_N, READERS, TILES_H)
     else:
         number = program - first_layer
         tiles = tiles_m * TILES_N

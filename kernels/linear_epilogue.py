@@ -22,10 +22,7 @@ def activate(v, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
     NaN stays NaN, infinities go where PyTorch's formulas send them.
     """
     if ACTIVATION == "gelu":
-        if HALF:
-            v = _short_gelu(v)
-        else:
-            v = 0.5 * v * (1.0 + tl.math.erf(v * _SQRT_HALF))
+        v = _gelu(v, HALF)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the sigmoid of 2u
         u = _SQRT_2_PI * (v + 0.044715 * v * v * v)
@@ -128,9 +125,7 @@ def store_tile(
 
 
 @triton.jit
-def load_row(
-    source, first_n, N: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr
-):
+def load_row(source, first_n, N: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
     """BLOCK_N elements of a vector [N] from ``first_n`` on, zeros past its end."""
     n = first_n + tl.arange(0, BLOCK_N)
     if EVEN_N:
@@ -207,6 +202,14 @@ def _tanh(v):
     far = 1.0 - 2.0 / (tl.exp2(a * (2.0 * _LOG2E)) + 1.0)
     far = tl.where(v < 0.0, -far, far)
     return tl.where(a < 0.625, near, far)  # NaN is not below 0.625, and stays NaN in far
+
+
+@triton.jit
+def _gelu(v, HALF: tl.constexpr):
+    if HALF:
+        return _short_gelu(v)
+    else:
+        return 0.5 * v * (1.0 + tl.math.erf(v * _SQRT_HALF))
 
 
 @triton.jit

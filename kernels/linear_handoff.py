@@ -29,9 +29,7 @@ def hand_over(flags, COUNT: tl.constexpr, PADDED: tl.constexpr, stride):
     tl.debug_barrier()  # the stores of every thread come before the flag of one
     lane = tl.arange(0, PADDED)
     ready = tl.zeros((PADDED,), tl.int64) + READY
-    tl.atomic_xchg(
-        flags + lane * stride, ready, mask=lane < COUNT, sem="release", scope="gpu"
-    )
+    tl.atomic_xchg(flags + lane * stride, ready, mask=lane < COUNT, sem="release", scope="gpu")
 
 
 @triton.jit

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear_epilogue import ACTIVATIONS
 from .limits import tf32_allowed
+from .linear_epilogue import ACTIVATIONS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_STRIDE = (1 << 31) // 256  # offsets within a tile of at most 256 rows are 32-bit numbers
 _TMA_BYTES = 16  # what addresses and strides of a tensor descriptor are multiples of
 
 
@@ -90,7 +91,7 @@ def rows_of(name: str, tensor: Tensor, x: Tensor, columns: int, operator: str) -
         f"{name} must have as many rows as x ({wanted})",
         tuple(tensor.shape),
     )
-    if columns > 1 and flat.stride(1) != 1:
+    if (columns > 1 and flat.stride(1) != 1) or flat.stride(0) >= _MAX_STRIDE:
         flat = flat.contiguous()
     # a single row has no neighbour: its stride says nothing and must not make another kernel
     return Rows(flat, flat.stride(0) if flat.shape[0] > 1 else columns)
@@ -110,6 +111,12 @@ def weight_of(name: str, weight: Tensor, x: Tensor, columns: int, operator: str)
     )
     _check_like(name, weight, x, operator)
     n, k = weight.shape
+    require(
+        max(weight.stride()) < _MAX_STRIDE,
+        operator,
+        f"{name} must have strides below {_MAX_STRIDE} elements (call .contiguous())",
+        weight.stride(),
+    )
     if k == 1 or weight.stride(1) == 1:
         return Weight(weight, weight.stride(0) if n > 1 else k, False)
     require(
@@ -121,7 +128,9 @@ def weight_of(name: str, weight: Tensor, x: Tensor, columns: int, operator: str)
     return Weight(weight, weight.stride(1), True)
 
 
-def bias_of(name: str, bias: Tensor | None, x: Tensor, columns: int, operator: str) -> Tensor | None:
+def bias_of(
+    name: str, bias: Tensor | None, x: Tensor, columns: int, operator: str
+) -> Tensor | None:
     """Check a bias and make it [columns] with unit stride.
 
     Raises:

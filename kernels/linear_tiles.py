@@ -5,9 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_position(
-    number, M, BLOCK_M: tl.constexpr, TILES_N: tl.constexpr, GROUP_M: tl.constexpr
-):
+def tile_position(number, M, BLOCK_M: tl.constexpr, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
     """First row and tile column of tile ``number``.
 
     GROUP_M rows of tiles are walked together, column by column, so that tiles worked on at the same
@@ -53,9 +51,7 @@ def tile_sums(
 
 
 @triton.jit
-def row_offsets(
-    first, count, stride: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
-):
+def row_offsets(first, count, stride: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     """Offsets of a tile's rows from its first one; rows past ``count`` repeat the last."""
     rows = tl.arange(0, BLOCK)
     if not EVEN:
@@ -144,6 +140,15 @@ def describe_weight(
 
 
 @triton.jit
+def load_described(w_view, first_n, k, WEIGHT_KN: tl.constexpr):
+    """A tile of weight.T [BLOCK_K, BLOCK_N] by its descriptor."""
+    if WEIGHT_KN:
+        return w_view.load([k, first_n])
+    else:
+        return w_view.load([first_n, k]).T
+
+
+@triton.jit
 def tile_sums_described(
     x_view, w_view, first_m, first_n, first_k, steps,
     WEIGHT_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -154,9 +159,6 @@ def tile_sums_described(
     for step in range(steps):
         k = first_k + step * BLOCK_K
         x_tile = x_view.load([first_m, k])
-        if WEIGHT_KN:
-            w_tile = w_view.load([k, first_n])
-        else:
-            w_tile = w_view.load([first_n, k]).T
+        w_tile = load_described(w_view, first_n, k, WEIGHT_KN)
         sums = tl.dot(x_tile, w_tile, sums, input_precision=PRECISION)
     return sums

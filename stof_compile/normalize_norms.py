@@ -119,8 +119,9 @@ def _weight(node: Node, normed: Node) -> Node | None:
         return None
     width = (shape_of(normed) or ())[-1:]
     for own, other in (node.args[:2], node.args[1::-1]):
-        vector = isinstance(other, Node) and other is not normed and shape_of(other) == width
-        if own is normed and vector:
+        if own is not normed or not isinstance(other, Node) or other is normed:
+            continue
+        if shape_of(other) == width:
             return other
     return None
 

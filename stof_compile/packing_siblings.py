@@ -31,6 +31,7 @@ from stof_compile.node_ops import (
     number,
     operation,
     permutation,
+    raw_name,
     shape_of,
     tensor_meta,
 )
@@ -81,6 +82,8 @@ class Constants:
     def __init__(self, gm: GraphModule, facts: CaptureFacts) -> None:
         self._gm, self._facts = gm, facts
         self._written = {base for _, base in mutations(gm.graph)}
+        # x.data has x's memory, unseen by version counters
+        self._written |= {n for n in gm.graph.nodes if any(map(_reads_data, n.users))}
         targets = {base.target for base in self._written if base.op == "get_attr"}
         self._written |= {n for n in gm.graph.find_nodes(op="get_attr") if n.target in targets}
 
@@ -107,11 +110,11 @@ class Constants:
             held = getattr(held, part, None)
         return held
 
-    def parent(self, node: Node) -> tuple[str, ...]:
-        """Path of the module that holds the layer a weight belongs to; () when it is unknown."""
+    def path(self, node: Node) -> tuple[str, ...]:
+        """Path of a parameter: modules, then its name; as far as it is known."""
         if node.op == "get_attr":
-            return tuple(str(node.target).split("."))[:-2]
-        return split_source(self._facts.inputs[node.name].source)[1][:-2]
+            return tuple(str(node.target).split("."))
+        return split_source(self._facts.inputs[node.name].source)[1]
 
 
 def sibling_groups(gm: GraphModule, facts: CaptureFacts) -> list[list[Sibling]]:
@@ -124,7 +127,7 @@ def sibling_groups(gm: GraphModule, facts: CaptureFacts) -> list[list[Sibling]]:
     groups: dict[tuple[Any, ...], list[Sibling]] = {}
     for node in gm.graph.nodes:
         sibling = read_linear(node, constants)
-        if sibling is None:
+        if sibling is None or regions[sibling.product] != regions[sibling.result]:
             continue
         weight = constants.value(sibling.weight)
         assert weight is not None, "read_linear takes constant weights only"
@@ -136,9 +139,8 @@ def sibling_groups(gm: GraphModule, facts: CaptureFacts) -> list[list[Sibling]]:
             sibling.layout,
             weight.dtype,
             weight.device,
-            constants.parent(sibling.weight),
+            constants.path(sibling.weight)[:-2],
             regions[sibling.product],
-            regions[sibling.result],
         )
         groups.setdefault(key, []).append(sibling)
     return [group for group in groups.values() if len(group) > 1]
@@ -165,8 +167,6 @@ def read_linear(node: Node, constants: Constants) -> Sibling | None:
     if form == "matmul":
         result, bias = _with_bias(node, size, value, constants)
     root, views = _root(x)
-    if form != "addmm" and layout == "nk" and bias is None:
-        form = "linear"
     return Sibling(node, result, x, root, views, weight, bias, layout, form, size)
 
 
@@ -228,6 +228,10 @@ def _root(x: Node) -> tuple[Node, tuple[Node, ...]]:
         views.append(x)
         x = source
     return x, tuple(views)
+
+
+def _reads_data(node: Node) -> bool:
+    return raw_name(node) in ("_get_data_attr", "data")
 
 
 def _same_kind(a: Node, b: Node) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
@@ -16,7 +15,7 @@ from stof_compile.fusion.recipe import Recipe
 
 MIN_ROWS = 512  # with fewer, most multiprocessors have no tile
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
-BLOCK_K = 64
+BLOCK_N, BLOCK_K = 128, 64
 _SHARED_BYTES = 231424
 
 
@@ -47,44 +46,33 @@ class HopperLinear(Template):
         form = linear_form(recipe)
         assert isinstance(form, LinearForm), "only accepted recipes have a space"
 
+        finishing = form.activation != "" or form.residual is not None
+
         def refusal(config: Mapping[str, Value]) -> str | None:
-            block_m, block_n, stages = (int(config[d]) for d in ("block_m", "block_n", "stages"))
-            if block_m * block_n > 256 * 128:
-                return "more sums than registers"
-            ring = stages * (block_m + block_n) * BLOCK_K * 2
-            if ring + block_m * block_n * 2 + 1024 > _SHARED_BYTES:
+            block_m, stages = int(config["block_m"]), int(config["stages"])
+            tiles = 2 if finishing and block_m == 128 else 1  # as kernels/hopper_linear.py
+            ring = stages * (block_m + BLOCK_N) * BLOCK_K * 2
+            if ring + tiles * block_m * BLOCK_N * 2 + 4 * BLOCK_N > _SHARED_BYTES:
                 return "shared memory"
             return "more stages than steps" if -(-form.k // BLOCK_K) < stages else None
 
         return ConfigSpace(
-            {
-                "block_m": (256, 128),
-                "block_n": (128, 256),
-                "stages": (3, 4, 5),
-                "group_m": (4, 8, 16),
-            },
-            refusal,
+            {"block_m": (128, 256), "stages": (2, 3, 4, 5, 6), "group_m": (4, 8, 16)}, refusal
         )
 
     def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
         """See :class:`Template`."""
         form = linear_form(recipe)
         assert isinstance(form, LinearForm), "only accepted recipes have a first config"
-        large = -(-form.m // 256) * -(-form.n // 128)
-        if large >= device.units or -(-form.k // BLOCK_K) < 5:
-            return {
-                "block_m": 256,
-                "block_n": 128,
-                "stages": min(3, form.k // BLOCK_K),
-                "group_m": 8,
-            }
-        return {"block_m": 128, "block_n": 128, "stages": 5, "group_m": 8}
+        assert self.space(recipe, device).configs(), "an accepted recipe has a config"
+        stages = min(5, -(-form.k // BLOCK_K))
+        return {"block_m": 128, "stages": stages, "group_m": 8}
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """See :class:`Template`."""
         form = linear_form(recipe)
         assert isinstance(form, LinearForm), "only accepted recipes are built"
-        values = [config[name] for name in ("block_m", "block_n", "stages", "group_m")]
+        values = [config["block_m"], BLOCK_N, config["stages"], config["group_m"]]
         optional = [None if i is None else Slot(i) for i in (form.bias, form.residual)]
         weight = Slot(form.weight)
 
@@ -93,8 +81,3 @@ class HopperLinear(Template):
 
         args = (Slot(form.x), weight, *optional, form.activation, values)
         return Call(run, args, recipe.result.shape)
-
-
-def rows_of(recipe: Recipe) -> int:
-    """Rows of the result of a recipe."""
-    return prod(recipe.result.shape[:-1])

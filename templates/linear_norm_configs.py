@@ -25,6 +25,8 @@ TILES_MANY_ROWS = (
     (128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 256, 64, 4), (256, 128, 64, 8),
     (128, 64, 64, 4), (64, 128, 64, 4), (64, 64, 64, 4),
 )  # fmt: skip
+# what spills a few bytes where products read registers (before Hopper), and what does not
+BEFORE_HOPPER = {(64, 64, 64, 4): (64, 64, 32, 4), (128, 32, 128, 4): (128, 32, 64, 4)}
 # exact fp32 products run on the ordinary units, with their operands in registers
 TILES_FP32 = (
     (64, 32, 32, 4), (32, 64, 32, 4), (64, 64, 16, 8), (32, 32, 32, 4), (16, 32, 64, 4),
@@ -36,13 +38,15 @@ REGISTERS = 65536  # of a unit
 # (block_m, block_k, num_warps, num_stages) of the full_row form
 FULL_ROWS = (
     (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (32, 64, 4, 2), (32, 64, 8, 3), (32, 32, 8, 4),
-    (16, 64, 4, 3), (16, 128, 8, 2), (16, 64, 8, 4), (32, 64, 16, 2),
+    (32, 32, 8, 2), (16, 64, 4, 3), (16, 128, 8, 2), (16, 64, 8, 4), (16, 32, 8, 2),
+    (32, 64, 16, 2),
 )  # fmt: skip
 FULL_ROWS_FP32 = ((16, 32, 8, 2), (16, 16, 8, 3), (16, 16, 4, 2))
 MAX_FULL_ROW = 1024
 SMALL_WEIGHT_BYTES = 1 << 18
 # fp32 values of the product a thread may hold, by warps: more spill (compiled for sm_80 to sm_100)
 ACCUMULATORS = {4: 128, 8: 128, 16: 48}
+ACCUMULATORS_BLACKWELL = 96  # they live apart and are copied
 ACCUMULATORS_FP32 = 32
 
 
@@ -66,6 +70,8 @@ def offered_configs(size: ProductSize, device: DeviceFacts) -> list[Config]:
 def _split_k(size: ProductSize, device: DeviceFacts) -> list[Config]:
     few = _cut(size.rows, 128) * _cut(size.n, 128) < device.units
     tiles = TILES_FP32 if size.itemsize == 4 else TILES_FEW_ROWS if few else TILES_MANY_ROWS
+    if not _at_least(device, 9):
+        tiles = tuple(BEFORE_HOPPER.get(tile, tile) for tile in tiles)
     limit = device.shared_memory_bytes
     fitting = [tile for tile in tiles if _shared(*tile[:3], 2, size, device) <= limit]
     wanted = [tile for tile in fitting if _suits(tile, size)] or fitting[-1:]
@@ -136,6 +142,8 @@ def _full_rows(size: ProductSize, device: DeviceFacts) -> list[Config]:
     for block_m, block_k, warps, stages in FULL_ROWS_FP32 if size.itemsize == 4 else FULL_ROWS:
         values_a_thread = block_m * width / (32 * warps)
         limit = ACCUMULATORS_FP32 if size.itemsize == 4 else ACCUMULATORS[warps]
+        if _at_least(device, 10):
+            limit = min(limit, ACCUMULATORS_BLACKWELL)
         shared = _shared(block_m, width, block_k, stages, size, device)
         if values_a_thread > limit or shared > device.shared_memory_bytes:
             continue
@@ -169,9 +177,12 @@ def _shared(
     block_m: int, block_n: int, block_k: int, stages: int, size: ProductSize, device: DeviceFacts
 ) -> int:
     """Shared memory of a pipeline, bytes; products from registers need a buffer less."""
-    grouped = device.capability is not None and device.capability >= (9, 0) and block_m >= 64
-    buffers = stages if grouped else max(1, stages - 1)
+    buffers = stages if _at_least(device, 9) and block_m >= 64 else max(1, stages - 1)
     return buffers * (block_m + block_n) * block_k * size.itemsize
+
+
+def _at_least(device: DeviceFacts, major: int) -> bool:
+    return device.capability is not None and device.capability >= (major, 0)
 
 
 def _cut(length: int, block: int) -> int:

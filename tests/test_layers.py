@@ -32,7 +32,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "static_values",
         }  # parts of normalize, capture
         | {"graph_copy", "progress"}  # parts of backend, fuse
-        | {"fusion", "packing", "packing_guard", "packing_memory", "packing_siblings"}
+        | {"fusion", "packing", "packing_guard", "packing_memory"}
+        | {"packing_siblings", "packing_search", "packing_consumers"}
         | {"fold_transpose", "compare"}
         | {"normalize_norms", "normalize_activations", "respell", "between"}  # of normalize
         | {"ops_linear", "ops_norm", "ops_pointwise", "ops_projection", "ops_tilelang"}

@@ -1,0 +1,299 @@
+"""Which tiles a GEMM kernel should try: what fits a device, ranked by an estimate of its time.
+
+The estimate needs no measurement: waves of programs, each bound by the matrix units, by the bytes a
+multiprocessor gets from the L2 cache, or by the latency of its loads. It is there to choose among
+thousands of combinations the few dozen that an expert would try; the search measures those.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2
+
+import torch
+from stof_compile.templates.space import Config, ConfigSpace, Value
+
+from stof_compile.device import DeviceFacts
+
+MAX_CONFIGS = 48
+"""Configs of one space."""
+
+_CLOCK_GHZ = 1.7
+# Multiplications and additions of a multiprocessor in a clock, 16-bit operands and fp32 sums.
+_MATRIX_RATE = {8: 1024, 9: 4096, 10: 8192, 12: 1024}
+_MATRIX_RATE_SM80 = 2048
+_VECTOR_RATE = 256  # exact fp32 products run on the ordinary units
+_REACHED = 0.75  # of the rates, by a loop that waits for nothing
+# Warp-level products reach less on GPUs made for those of warp groups.
+_REACHED_WARP_LEVEL = 0.45
+_L2_BYTES_ALONE, _L2_BYTES_SHARED = 64.0, 36.0  # a clock and multiprocessor: one reads, all do
+_LOAD_US = 0.8  # from a request to its data
+_TILE_US = 1.2  # before the first product and after the last
+_NEXT_TILE_US = 0.25  # of that, what persistent programs cannot overlap
+_HAND_OVER_US = 1.2  # from the last partial sums to the program that adds them
+_REGISTERS = 65536
+_MAX_THREADS = 2048
+_STEP_US = 0.02  # a step of the loop: barriers and addresses
+_FEW_ROWS = 512
+_SAME_TILE = 3  # configs of one tile and way to run it, so that others are tried as well
+
+
+@dataclass(frozen=True)
+class Product:
+    """Sizes of a matrix product and what computes it.
+
+    Args:
+        m, n, k: rows, columns, depth.
+        dtype: of operands and result.
+        sums: tiles of sums a program keeps (2: gate and up).
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    sums: int = 1
+
+    @property
+    def exact_fp32(self) -> bool:
+        """Whether the products must not use the matrix units."""
+        return self.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to cut a product; fields as in ``LinearConfig`` (kernels/linear.py)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    split_k: int = 1
+    persistent: int = 0
+    tma: int = 0
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What makes it a different program rather than a deeper pipeline."""
+        return self.block_m, self.block_n, self.split_k, bool(self.persistent), self.tma
+
+    def config(self, names: Sequence[str]) -> Config:
+        """The fields a template has, as a config."""
+        return {name: getattr(self, name) for name in names}
+
+
+def tile_space(product: Product, device: DeviceFacts, names: Sequence[str]) -> ConfigSpace:
+    """The best tiles of a product as a space.
+
+    Args:
+        names: the fields of :class:`Tile` that are dimensions; the others keep their defaults.
+    """
+    ranked = ranked_tiles(product, device, names)
+    kept = {tuple(tile.config(names).values()) for tile in ranked}
+    dims = {name: tuple(sorted({getattr(tile, name) for tile in ranked})) for name in names}
+
+    def refusal(config: Mapping[str, Value]) -> str | None:
+        if tuple(config[name] for name in names) in kept:
+            return None
+        tile = Tile(**{name: int(config[name]) for name in names})
+        return unfit(tile, product, device) or "others are estimated to be faster"
+
+    return ConfigSpace(dims, refusal)
+
+
+def ranked_tiles(product: Product, device: DeviceFacts, names: Sequence[str] = ()) -> list[Tile]:
+    """At most :data:`MAX_CONFIGS` tiles that fit, the one estimated to be fastest first."""
+    fitting = [
+        tile
+        for tile in _offered(product, device)
+        if unfit(tile, product, device) is None and _expressible(tile, names)
+    ]
+    if not fitting:  # the smallest tile fits every device and every product
+        fitting = [Tile(16, 16, 16, 2, 2)]
+    fitting.sort(key=lambda tile: estimate_us(tile, product, device))
+    found: list[Tile] = []
+    seen: Counter[tuple[int, ...]] = Counter()
+    for tile in fitting:
+        if seen[tile.kind] < _SAME_TILE and len(found) < MAX_CONFIGS - 2:
+            seen[tile.kind] += 1
+            found.append(tile)
+    best = found[0]
+    if product.m > 16 * best.block_m and (not names or "group_m" in names):
+        found += [replace(best, group_m=group) for group in (4, 16)]
+    return found
+
+
+def unfit(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
+    """Why a tile cannot run or wastes most of its work, None if it should be considered."""
+    for edge, size in ((tile.block_m, product.m), (tile.block_n, product.n)):
+        if edge > max(32, _power_of_two(size)):
+            return f"a tile edge of {edge} is larger than the problem's {size}"
+    if tile.block_k > max(64, _power_of_two(product.k)):
+        return f"block_k {tile.block_k} is larger than the depth {product.k}"
+    steps = ceil(product.k / tile.block_k)
+    if tile.split_k > 1 and ceil(steps / tile.split_k) * (tile.split_k - 1) >= steps:
+        return f"{steps} steps along K leave one of {tile.split_k} parts without work"
+    shared = shared_bytes(tile, product, device)
+    if shared > device.shared_memory_bytes:
+        return f"{shared} bytes of shared memory, the device has {device.shared_memory_bytes}"
+    registers = registers_of(tile, product, device)
+    if registers > 255:
+        return f"{registers} registers a thread, at most 255 exist"
+    return None
+
+
+def shared_bytes(tile: Tile, product: Product, device: DeviceFacts) -> int:
+    """Shared memory of a program, an upper estimate.
+
+    Load buffers, and the way of a tile to wide stores: its memory is that of the buffers, except
+    where the next tile's loads are on their way.
+    """
+    size = product.dtype.itemsize
+    stage = (tile.block_m + product.sums * tile.block_n) * tile.block_k * size
+    buffers = tile.num_stages if _group_products(tile, product, device) else tile.num_stages - 1
+    buffers = max(1, buffers)
+    way_out = tile.block_m * tile.block_n * size
+    if tile.split_k > 1:
+        way_out = tile.block_m * tile.block_n * 4
+    if tile.persistent:
+        return buffers * stage + way_out // (2 if way_out >= 128 * 128 * size else 1) + 256
+    return max(buffers * stage + 64, way_out + 64)
+
+
+def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
+    """Registers of a thread, an upper estimate."""
+    threads = 32 * tile.num_warps
+    sums = product.sums * tile.block_m * tile.block_n // threads
+    if product.exact_fp32:
+        return 3 * sums + 48
+    if _group_products(tile, product, device):
+        return sums + 56
+    operands = (tile.block_m + product.sums * tile.block_n) * 16 // threads // 2
+    return sums + 2 * operands + 64
+
+
+def estimate_us(tile: Tile, product: Product, device: DeviceFacts) -> float:
+    """Time of a tile's kernel without its launch, microseconds, good for comparing only."""
+    size = product.dtype.itemsize
+    tiles = ceil(product.m / tile.block_m) * ceil(product.n / tile.block_n)
+    programs = tiles * tile.split_k
+    units = max(1, device.units)
+    busy = min(units, programs)
+    each = ceil(programs / units)  # programs of the busiest multiprocessor, one after another
+    resident = min(each, _resident(tile, product, device))
+    depth = ceil(ceil(product.k / tile.block_k) / tile.split_k) * tile.block_k
+    # -- one program that has a multiprocessor to itself ------------------------------------------
+    clocks = depth * 2 * tile.block_m * tile.block_n * product.sums / _rate(tile, product, device)
+    read = depth * (tile.block_m + product.sums * tile.block_n) * size
+    rate = min(_L2_BYTES_ALONE, _L2_BYTES_SHARED * units / busy)
+    work = max(clocks, read / rate) / (_CLOCK_GHZ * 1000)
+    flying = max(1, tile.num_stages - 1) * resident * tile.block_k
+    work = max(work, depth / flying * _LOAD_US)
+    steps = ceil(depth / tile.block_k)
+    total = each * (work + steps * _STEP_US / resident)
+    # -- what is not work -------------------------------------------------------------------------
+    if tile.persistent:
+        total += _TILE_US + (0.4 if tile.tma else 0.0) + (each - 1) * _NEXT_TILE_US
+    else:
+        total += _TILE_US * ceil(each / resident)
+    if tile.split_k > 1:
+        part = tile.block_m * tile.block_n * 4 / _L2_BYTES_ALONE / (_CLOCK_GHZ * 1000)
+        total += _HAND_OVER_US + part * (tile.split_k - 1 + 1)
+    if tile.tma:
+        total *= 0.97  # no threads spent on addresses
+    # ties: four warps, a shallow pipeline
+    return total * (1 + 0.002 * tile.num_stages + 0.01 * abs(log2(tile.num_warps / 4)))
+
+
+def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
+    """Combinations an expert would think of, before what fits and what is fast."""
+    edges_m, edges_n, depths, warps, stages = _edges(product, device)
+    copies = device.capability is not None and device.capability >= (9, 0)
+    for sizes in itertools.product(edges_m, edges_n, depths, warps, stages):
+        block_m, block_n, _, num_warps, _ = sizes
+        # of a thread: enough to feed the matrix units, and what its registers hold
+        sums = product.sums * block_m * block_n // (32 * num_warps)
+        if not 8 <= sums <= (32 if num_warps < 4 else 128):
+            continue
+        tile = Tile(*sizes)
+        yield tile
+        tiles = ceil(product.m / block_m) * ceil(product.n / block_n)
+        for split in (2, 3, 4, 6, 8):
+            if tiles < device.units and tiles * split <= 4 * device.units:
+                yield replace(tile, split_k=split)
+        if product.m <= _FEW_ROWS or product.exact_fp32:
+            continue
+        for persistent in (1, 2):
+            walking = replace(tile, persistent=persistent)
+            if persistent > 1 and _resident(walking, product, device) < persistent:
+                continue
+            if tiles > persistent * device.units:
+                yield walking
+            if copies and (persistent == 1 or tiles > device.units):
+                yield replace(walking, tma=1)
+
+
+def _edges(product: Product, device: DeviceFacts) -> tuple[tuple[int, ...], ...]:
+    """Values of block_m, block_n, block_k, num_warps and num_stages."""
+    if product.exact_fp32:
+        return (16, 32, 64, 128), (32, 64, 128), (16, 32), (4, 8), (2, 3)
+    if product.m <= _FEW_ROWS:
+        return (16, 32, 64, 128), (32, 64, 128, 256), (64, 128, 256), (2, 4, 8), (3, 4, 5, 6)
+    depths = (64, 128) if device.shared_memory_bytes > 200_000 else (32, 64)
+    return (64, 128, 256), (64, 128, 256), depths, (4, 8), (3, 4, 5)
+
+
+def _expressible(tile: Tile, names: Sequence[str]) -> bool:
+    """Whether the fields a template lacks have their defaults."""
+    standard = Tile(0, 0, 0, 0, 0)
+    return not names or all(
+        getattr(tile, name) == getattr(standard, name)
+        for name in ("split_k", "persistent", "tma")
+        if name not in names
+    )
+
+
+def _rate(tile: Tile, product: Product, device: DeviceFacts) -> float:
+    """Multiplications and additions a multiprocessor does for a tile in a clock."""
+    if product.exact_fp32:
+        return _VECTOR_RATE * _REACHED
+    capability = device.capability or (8, 0)
+    rate = _MATRIX_RATE.get(capability[0], 1024)
+    if capability == (8, 0):
+        rate = _MATRIX_RATE_SM80
+    if product.dtype == torch.float32:
+        rate //= 2
+    group = _group_products(tile, product, device)
+    reached = _REACHED if group or capability[0] < 9 else _REACHED_WARP_LEVEL
+    return rate * reached
+
+
+def _group_products(tile: Tile, product: Product, device: DeviceFacts) -> bool:
+    """Whether products are those of warp groups, which read shared memory (Hopper and newer)."""
+    return (
+        device.capability is not None
+        and device.capability[0] in (9, 10)
+        and tile.block_m >= 64
+        and tile.num_warps % 4 == 0
+        and not product.exact_fp32
+    )
+
+
+def _resident(tile: Tile, product: Product, device: DeviceFacts) -> int:
+    """Programs a multiprocessor runs at the same time."""
+    threads = 32 * tile.num_warps
+    held = max(1, device.shared_memory_bytes // max(1, shared_bytes(tile, product, device)))
+    registers = min(255, registers_of(tile, product, device))
+    count = min(held, _REGISTERS // (registers * threads), _MAX_THREADS // threads)
+    if tile.persistent:
+        count = min(count, tile.persistent)
+    return max(1, count)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,102 @@
+"""Template: a linear layer with bias, activation, factor and residual in its epilogue (Triton)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from stof_compile.templates.base import Call, Slot, Template
+from stof_compile.templates.gemm_tiles import Product, ranked_tiles, tile_space
+from stof_compile.templates.linear_operands import (
+    LinearEnd,
+    LinearOperands,
+    linear_refusal,
+    read_end,
+    read_product,
+    transposing,
+)
+from stof_compile.templates.norm_operands import slot
+from stof_compile.templates.space import Config, ConfigSpace, Value
+
+from stof_compile.device import DeviceFacts
+from stof_compile.fusion.recipe import Recipe
+
+DIMENSIONS = (
+    "block_m",
+    "block_n",
+    "block_k",
+    "num_warps",
+    "num_stages",
+    "group_m",
+    "split_k",
+    "persistent",
+    "tma",
+)
+"""As the fields of ``LinearConfig`` (kernels/linear.py), in their order."""
+
+
+class TritonLinear(Template):
+    """``activation(x @ weight.T + bias) [* factor] [+ residual]`` as ``stof::fused_linear``."""
+
+    name = "triton_linear"
+
+    def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:
+        """Why this template cannot run a recipe on a device, None if it can."""
+        reason = linear_refusal(recipe, device)
+        if reason is not None:
+            return reason
+        read = _read(recipe)
+        return read if isinstance(read, str) else None
+
+    def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
+        """The tiles estimated to be fastest (see ``gemm_tiles``)."""
+        return tile_space(_product(recipe), device, DIMENSIONS)
+
+    def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
+        """The tile estimated to be fastest."""
+        return ranked_tiles(_product(recipe), device, DIMENSIONS)[0].config(DIMENSIONS)
+
+    def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
+        """The call that runs a recipe with a config."""
+        product, end = _accepted(recipe)
+        assert product.x is not None, "the first product reads an operand"
+        return Call(
+            transposing(torch.ops.stof.fused_linear.default, *([1] if product.kn else [])),
+            (
+                Slot(product.x),
+                Slot(product.weight),
+                slot(end.bias),
+                slot(end.residual),
+                slot(end.factor),
+                end.activation,
+                [int(config[name]) for name in DIMENSIONS],
+            ),
+            recipe.result.shape,
+        )
+
+
+def _read(recipe: Recipe) -> tuple[LinearOperands, LinearEnd] | str:
+    spine = recipe.spine()
+    if not spine:
+        return "its steps are no straight line"
+    product = read_product(recipe, spine[0], first=True)
+    if isinstance(product, str):
+        return product
+    found = read_end(recipe, spine[1:], product.n, product.bias)
+    if isinstance(found, str):
+        return found
+    end, rest = found
+    return "it has two products" if rest else (product, end)
+
+
+def _accepted(recipe: Recipe) -> tuple[LinearOperands, LinearEnd]:
+    read = _read(recipe)
+    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
+    return read
+
+
+def _product(recipe: Recipe) -> Product:
+    linear, _ = _accepted(recipe)
+    rows = prod(recipe.result.shape[:-1])
+    return Product(rows, linear.n, linear.k, recipe.result.dtype)
