@@ -1,7 +1,8 @@
 """Models for end-to-end runs: the zoo, with the cell's mask in every form that a peer takes.
 
-A model has up to three kinds of attention: ``self`` (the cell's mask), ``causal`` (the mask and the
-model's own causality) and ``cross`` (the mask, in T5 between decoder and encoder).
+A model has up to three kinds of attention: ``self`` (under the cell's mask), ``causal`` (under the
+mask and the model's own causality) and ``cross``, which no mask applies to: distances between two
+sequences mean nothing, and STOF's option leaves it alone as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from cases import tile_fraction
 from roofline import AttentionWork, ModelWork
 from torch import Tensor, nn
@@ -48,9 +48,10 @@ def roles(name: str) -> tuple[str, ...]:
     return tuple(group.role for group in zoo.attention_layers(name))
 
 
-def masks_by_role(name: str, keep: Tensor) -> dict[str, Tensor]:
+def masks_by_role(name: str, keep: Tensor) -> dict[str, Tensor | None]:
     """The mask of each kind of attention, bool ``[S, S]``; ``keep`` is the cell's."""
-    return {role: keep.tril() if role == "causal" else keep for role in roles(name)}
+    kinds = {"self": keep, "causal": keep.tril(), "cross": None}
+    return {role: kinds[role] for role in roles(name)}
 
 
 def build_model(
@@ -80,23 +81,24 @@ def masked_model(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model under the cell's mask through SDPA, and the mask arguments of its calls.
 
-    The mask is one 4-D bool tensor, given as the model's own ``attention_mask``; ViT takes none, so
-    that its attention function reads it from a buffer.
+    The mask is one 4-D bool tensor, given as the model's own ``attention_mask``. ViT takes none,
+    and T5 would apply it to cross-attention: their attention modules have it as a buffer.
     """
-    by_role = {role: mask[None, None] for role, mask in masks_by_role(name, keep).items()}
-    if zoo.ZOO[name].family == "vit":
+    by_role = {
+        role: None if mask is None else mask[None, None]
+        for role, mask in masks_by_role(name, keep).items()
+    }
+    if zoo.ZOO[name].family in ("t5", "vit"):
         register_masked()
         model = build_model(name, seq, MASKED_NAME, seed, dtype, device)
         for module in model.modules():
             if hasattr(module, "bench_role"):
-                module.register_buffer("bench_mask", by_role["self"], persistent=False)
+                mask = by_role[module.bench_role]
+                module.register_buffer("bench_mask", mask, persistent=False)
         return model, {}
-    model = build_model(name, seq, "sdpa", seed, dtype, device)
-    if "cross" in by_role:
-        given = {"attention_mask": by_role["self"], "decoder_attention_mask": by_role["causal"]}
-        return model, given
     (mask,) = by_role.values()
-    return model, {"attention_mask": mask}
+    assert mask is not None, "a model with one kind of attention has a mask for it"
+    return build_model(name, seq, "sdpa", seed, dtype, device), {"attention_mask": mask}
 
 
 def caller(
@@ -111,15 +113,18 @@ def caller(
 
 
 def register_masked() -> None:
-    """Make ``attn_implementation=MASKED_NAME`` call SDPA with the module's ``bench_mask``."""
+    """Make ``attn_implementation=MASKED_NAME`` transformers' SDPA with the module's mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=module.bench_mask, scale=kwargs.get("scaling")
-        )
-        return out.transpose(1, 2), None
+        return sdpa_attention_forward(module, query, key, value, module.bench_mask, **kwargs)
 
     _register(MASKED_NAME, attend)
 
@@ -127,6 +132,7 @@ def register_masked() -> None:
 def register_flex(blocks: Mapping[str, BlockMask], options: Any, device: torch.device) -> None:
     """Make ``attn_implementation=FLEX_NAME`` call FlexAttention with the block mask of the role.
 
+    A role without a block mask is dense.
     T5's learned bias depends on the distance alone: it is read from a table of distances, as an
     expert would write it.
 
@@ -163,7 +169,7 @@ def register_flex(blocks: Mapping[str, BlockMask], options: Any, device: torch.d
             key,
             value,
             score_mod=score,
-            block_mask=blocks[role],
+            block_mask=blocks.get(role),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options=options or None,
@@ -209,11 +215,12 @@ def model_work(name: str, batch: int, seq: int, keep: Tensor, dtype: torch.dtype
     by_role = masks_by_role(name, keep)
     attention = []
     for group in zoo.attention_layers(name):
-        rows = batch * tokens * group.head_dim
+        rows, mask = batch * tokens * group.head_dim, by_role[group.role]
+        share = 1.0 if mask is None else tile_fraction(mask)
         attention.append(
             AttentionWork(
                 count=group.count,
-                flop=4 * rows * group.heads * tokens * tile_fraction(by_role[group.role]),
+                flop=4 * rows * group.heads * tokens * share,
                 moved_bytes=2 * rows * (group.heads + group.kv_heads) * dtype.itemsize,
                 head_dim=group.head_dim,
             )

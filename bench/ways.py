@@ -139,6 +139,7 @@ def compile_model(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], An
         blocks = {
             role: split_block_mask(setup, block, causal=role == "causal")
             for role in roles(subject.model)
+            if role != "cross"
         }
         register_flex(blocks, _flex_options(cell) if cuda else {}, setup.device)
         model = build_model(subject.model, subject.seq, FLEX_NAME, *given)

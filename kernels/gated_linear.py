@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .gated_linear_kernel import gated_linear_kernel
-from .linear import pieces
 from .linear_problem import (
     bias_of,
     check_activation,
@@ -19,6 +18,7 @@ from .linear_problem import (
     check_input,
     describable,
     ensure_scratch_allocator,
+    pieces,
     precision_of,
     processors,
     require,

@@ -21,6 +21,7 @@ from .linear_problem import (
     describable,
     ensure_scratch_allocator,
     honest_parts,
+    pieces,
     precision_of,
     processors,
     require,
@@ -138,7 +139,7 @@ def fused_linear_forward(
             TMA=tma,
             PIECES=pieces(
                 how.block_m, how.block_n, how.num_warps, bool(how.persistent),
-                added is not None or times is not None,
+                added is not None or times is not None, split > 1,
             ),
             EARLY=not how.persistent and per_thread <= _EARLY_PER_THREAD,
             EVEN_M=m % how.block_m == 0,
@@ -149,23 +150,6 @@ def fused_linear_forward(
             num_stages=how.num_stages,
         )  # fmt: skip
     return out.view(*x.shape[:-1], n)
-
-
-def pieces(
-    block_m: int, block_n: int, num_warps: int, persistent: bool, full_operands: bool
-) -> int:
-    """In how many pieces, side by side, a tile is finished.
-
-    A piece needs registers beside the sums, more so with operands as large as the tile, and memory
-    that persistent programs share with the next loads.
-    """
-    per_thread = block_m * block_n // (32 * num_warps)
-    wanted = 1
-    if per_thread >= 128:
-        wanted = 4 if full_operands else 2
-    elif persistent and block_m * block_n >= 128 * 128:
-        wanted = 2
-    return min(wanted, block_n // 16)
 
 
 def linear_flops(rows: int, n: int, k: int) -> int:

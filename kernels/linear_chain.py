@@ -20,6 +20,7 @@ from .linear_problem import (
     check_blocks,
     check_input,
     honest_parts,
+    pieces,
     precision_of,
     require,
     rows_of,
@@ -139,6 +140,9 @@ def fused_linear_chain_forward(
             BLOCK_N=how.block_n,
             BLOCK_K=how.block_k,
             SPLIT_K=split,
+            PIECES=pieces(
+                how.block_m, how.block_n, how.num_warps, False, added is not None, split > 1
+            ),
             FLAGS=_lanes(-(-tiles_h // split)),
             READERS=_lanes(tiles_n),
             EVEN_M=m % how.block_m == 0,

@@ -8,8 +8,8 @@ first layer and the start of the second overlap, and no program ever waits for a
 import triton
 import triton.language as tl
 
-from .linear_epilogue import activate, load_operands, load_row, store_tile, write_tile
-from .linear_handoff import add_parts, give_part, hand_over, wait_for
+from .linear_epilogue import activate, finish_tile, load_row, write_tile
+from .linear_handoff import give_part, hand_over, wait_for, wait_for_parts
 from .linear_tiles import tile_sums
 
 
@@ -22,7 +22,7 @@ def linear_chain_kernel(
     W1_KN: tl.constexpr, W2_KN: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_B1: tl.constexpr, HAS_B2: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, FLAGS: tl.constexpr, READERS: tl.constexpr,
+    SPLIT_K: tl.constexpr, PIECES: tl.constexpr, FLAGS: tl.constexpr, READERS: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_H: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K1: tl.constexpr, EVEN_K2: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -58,10 +58,6 @@ def linear_chain_kernel(
         column = tile // tiles_m
         first_m = row * BLOCK_M
         first_n = column * BLOCK_N
-        operands = load_operands(
-            first_m, first_n, b2, residual, residual, M, stride_residual, stride_residual, N,
-            BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_B2, HAS_RESIDUAL, False,
-        )  # fmt: skip
         PART_TILES: tl.constexpr = (TILES_H + SPLIT_K - 1) // SPLIT_K
         first_tile = part * PART_TILES
         last_tile = tl.minimum(first_tile + PART_TILES, TILES_H)
@@ -80,13 +76,16 @@ def linear_chain_kernel(
             if part < SPLIT_K - 1:
                 give_part(sums, parts, part_flags, slot + part, BLOCK_M, BLOCK_N)
             else:
-                sums = add_parts(sums, parts, part_flags, slot, SPLIT_K - 1, BLOCK_M, BLOCK_N)
-                store_tile(
-                    sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N,
-                    BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_B2, HAS_RESIDUAL, False, "",
+                wait_for_parts(part_flags, slot, SPLIT_K - 1)
+                finish_tile(
+                    sums, first_m, first_n, b2, residual, residual, out,
+                    parts + slot.to(tl.int64) * (BLOCK_M * BLOCK_N), M, stride_residual,
+                    stride_residual, N, BLOCK_M, BLOCK_N, PIECES, SPLIT_K - 1, BLOCK_N, EVEN_M,
+                    EVEN_N, HAS_B2, HAS_RESIDUAL, False, "",
                 )  # fmt: skip
         else:
-            store_tile(
-                sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N,
-                BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_B2, HAS_RESIDUAL, False, "",
+            finish_tile(
+                sums, first_m, first_n, b2, residual, residual, out, parts, M, stride_residual,
+                stride_residual, N, BLOCK_M, BLOCK_N, PIECES, 0, BLOCK_N, EVEN_M, EVEN_N, HAS_B2,
+                HAS_RESIDUAL, False, "",
             )  # fmt: skip

@@ -8,6 +8,8 @@ All in fp32, rounded once, at the store.
 import triton
 import triton.language as tl
 
+from .linear_handoff import add_parts
+
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh", "sigmoid")
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -42,17 +44,19 @@ def activate(v, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def finish_tile(
-    sums, first_m, first_n, bias, residual, factor, out, M,
+    sums, first_m, first_n, bias, residual, factor, out, parts, M,
     stride_residual: tl.constexpr, stride_factor: tl.constexpr, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr, PITCH: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Finish and store a tile of sums, in 1, 2 or 4 pieces side by side.
 
-    Pieces need less shared memory on the way from the layout of the matrix units to that of wide
-    stores, which leaves more of it to the load pipeline.
+    Pieces need fewer registers, and less shared memory on the way from the layout of the matrix
+    units to that of wide stores, which leaves more of it to the load pipeline. PARTS: how many
+    partial sums of the tile lie in memory besides, in tiles of PITCH columns from ``parts`` on.
     """
     tl.static_assert(PIECES == 1 or PIECES == 2 or PIECES == 4)
     if PIECES == 1:
@@ -60,6 +64,8 @@ def finish_tile(
             first_m, first_n, bias, residual, factor, M, stride_residual, stride_factor, N,
             BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
         )  # fmt: skip
+        if PARTS > 0:
+            sums = add_parts(sums, parts, PARTS, BLOCK_M, BLOCK_N, PITCH)
         store_tile(
             sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N,
             BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
@@ -69,14 +75,14 @@ def finish_tile(
         halves = tl.permute(tl.reshape(sums, (BLOCK_M, 2, HALF_N)), (0, 2, 1))
         left, right = tl.split(halves)
         finish_tile(
-            left, first_m, first_n, bias, residual, factor, out, M, stride_residual, stride_factor,
-            N, BLOCK_M, HALF_N, PIECES // 2, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
-            ACTIVATION,
+            left, first_m, first_n, bias, residual, factor, out, parts, M, stride_residual,
+            stride_factor, N, BLOCK_M, HALF_N, PIECES // 2, PARTS, PITCH, EVEN_M, EVEN_N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
         )  # fmt: skip
         finish_tile(
-            right, first_m, first_n + HALF_N, bias, residual, factor, out, M, stride_residual,
-            stride_factor, N, BLOCK_M, HALF_N, PIECES // 2, EVEN_M, EVEN_N, HAS_BIAS,
-            HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            right, first_m, first_n + HALF_N, bias, residual, factor, out, parts + HALF_N, M,
+            stride_residual, stride_factor, N, BLOCK_M, HALF_N, PIECES // 2, PARTS, PITCH, EVEN_M,
+            EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
         )  # fmt: skip
 
 

@@ -55,15 +55,22 @@ def give_part(sums, parts, flags, slot, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def add_parts(
-    sums, parts, flags, first_slot, COUNT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Own sums plus those of COUNT slots, always in the same order, whoever came first."""
+def wait_for_parts(flags, first_slot, COUNT: tl.constexpr):
+    """Wait for the partial sums of COUNT slots."""
     wait_for(flags + first_slot, COUNT, _PART_FLAGS)
-    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    theirs = parts + first_slot.to(tl.int64) * (BLOCK_M * BLOCK_N) + inside
+
+
+@triton.jit
+def add_parts(
+    sums, parts, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PITCH: tl.constexpr,
+):  # fmt: skip
+    """Own sums plus those of COUNT slots, always in the same order, whoever came first.
+
+    Sums may be BLOCK_N columns of a tile of PITCH; ``parts`` points to the first of them.
+    """
+    theirs = parts + tl.arange(0, BLOCK_M)[:, None] * PITCH + tl.arange(0, BLOCK_N)[None, :]
     others = tl.load(theirs, cache_modifier=".cg")
     for other in tl.static_range(1, COUNT):
-        others += tl.load(theirs + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+        others += tl.load(theirs + other * (BLOCK_M * PITCH), cache_modifier=".cg")
     return sums + others

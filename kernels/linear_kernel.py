@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .linear_epilogue import finish_tile, load_operands, store_tile
-from .linear_handoff import add_parts, give_part
+from .linear_handoff import give_part, wait_for_parts
 from .linear_tiles import (
     describe_weight,
     describe_x,
@@ -51,8 +51,8 @@ def linear_kernel(
                 WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K, PRECISION,
             )  # fmt: skip
             finish_tile(
-                sums, first_m, first_n, bias, residual, factor, out, M, stride_residual,
-                stride_factor, N, BLOCK_M, BLOCK_N, PIECES, EVEN_M, EVEN_N, HAS_BIAS,
+                sums, first_m, first_n, bias, residual, factor, out, parts, M, stride_residual,
+                stride_factor, N, BLOCK_M, BLOCK_N, PIECES, 0, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS,
                 HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
             )  # fmt: skip
     elif SPLIT_K == 1:
@@ -75,8 +75,8 @@ def linear_kernel(
             )  # fmt: skip
         else:
             finish_tile(
-                sums, first_m, first_n, bias, residual, factor, out, M, stride_residual,
-                stride_factor, N, BLOCK_M, BLOCK_N, PIECES, EVEN_M, EVEN_N, HAS_BIAS,
+                sums, first_m, first_n, bias, residual, factor, out, parts, M, stride_residual,
+                stride_factor, N, BLOCK_M, BLOCK_N, PIECES, 0, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS,
                 HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
             )  # fmt: skip
     else:
@@ -96,14 +96,12 @@ def linear_kernel(
         if part < SPLIT_K - 1:
             give_part(sums, parts, flags, slot + part, BLOCK_M, BLOCK_N)
         else:
-            operands = load_operands(
-                first_m, first_n, bias, residual, factor, M, stride_residual, stride_factor, N,
-                BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR,
-            )  # fmt: skip
-            sums = add_parts(sums, parts, flags, slot, SPLIT_K - 1, BLOCK_M, BLOCK_N)
-            store_tile(
-                sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N, BLOCK_M,
-                BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            wait_for_parts(flags, slot, SPLIT_K - 1)
+            finish_tile(
+                sums, first_m, first_n, bias, residual, factor, out,
+                parts + slot.to(tl.int64) * (BLOCK_M * BLOCK_N), M, stride_residual, stride_factor,
+                N, BLOCK_M, BLOCK_N, PIECES, SPLIT_K - 1, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS,
+                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
             )  # fmt: skip
 
 

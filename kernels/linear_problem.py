@@ -201,6 +201,28 @@ def honest_parts(steps: int, wanted: int) -> int:
     return parts
 
 
+def pieces(
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    persistent: bool,
+    full_operands: bool,
+    split: bool = False,
+) -> int:
+    """In how many pieces, side by side, a tile is finished.
+
+    A piece needs registers beside the sums, more so with operands as large as the tile or parts to
+    add, and memory that persistent programs share with the next loads.
+    """
+    per_thread = block_m * block_n // (32 * num_warps)
+    wanted = 1
+    if per_thread >= 128:
+        wanted = 4 if full_operands or split else 2
+    elif (split and per_thread >= 64) or (persistent and block_m * block_n >= 128 * 128):
+        wanted = 2
+    return min(wanted, block_n // 16)
+
+
 def require(holds: bool, operator: str, rule: str, got: object) -> None:
     """Raise a ValueError that names the operator, the rule and the value, unless the rule holds."""
     if not holds:

@@ -128,7 +128,8 @@ def linear_norm_program(
     steps = -(-k // block_k)
     depth_first = (block_k, n) if weight_kn else (n, block_k)
     hopper, centred = capability[0] >= 9, norm == "layer_norm"
-    two_blocks = hopper and threads == 128
+    # few accumulators: two blocks may share a multiprocessor
+    two_blocks = hopper and threads == 128 and block_m * n <= 64 * threads
     # all warps side by side: each has a part of every row
     policy = T.GemmWarpPolicy.FullCol
 
@@ -147,6 +148,9 @@ def linear_norm_program(
         out: T.Tensor((m, n), half),  # type: ignore[valid-type]
     ):
         with T.Kernel(-(-m // block_m), threads=threads) as block:
+            if two_blocks:
+                T.no_set_max_nreg()
+                T.annotate_min_blocks_per_sm(2)
             x_tile = T.alloc_shared((block_m, block_k), half)
             weight_tile = T.alloc_shared(depth_first, half)
             out_tile = T.alloc_shared((block_m, n), half)
@@ -183,19 +187,20 @@ def linear_norm_program(
                 for i, j in T.Parallel(block_m, n):
                     acc[i, j] += out_tile[i, j]
 
-            # -- norm: reducers add up in the accumulators' own layout, without a second copy ----
+            # -- norm: reducers add up in the accumulators' own layout, without a second copy -----
+            # the ieee_ products keep TileLang from vectorizing the sums, in vain and with a warning
             if centred:
                 sums = T.alloc_reducer((block_m,), "float32", op="sum")
                 T.reducer_init(sums)
                 for i, j in T.Parallel(block_m, n):
-                    T.reducer_update(sums[i], acc[i, j])
+                    T.reducer_update(sums[i], T.ieee_mul(acc[i, j], 1.0))
                 T.finalize_reducer(sums, mean)
                 for i, j in T.Parallel(block_m, n):
                     acc[i, j] -= mean[i] * (1.0 / n)
             squares = T.alloc_reducer((block_m,), "float32", op="sum")
             T.reducer_init(squares)
             for i, j in T.Parallel(block_m, n):
-                T.reducer_update(squares[i], acc[i, j] * acc[i, j])
+                T.reducer_update(squares[i], T.ieee_mul(acc[i, j], acc[i, j]))
             T.finalize_reducer(squares, scale)
             for i in T.Parallel(block_m):
                 scale[i] = T.rsqrt(scale[i] * (1.0 / n) + eps)

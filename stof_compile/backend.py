@@ -72,7 +72,7 @@ def stof(
     captured = copy_graph(gm)
     outcome = _fastest(_improve(gm, facts, opts), captured, facts, example_inputs, opts)
     record, started = outcome.record, time.monotonic()
-    compiled = compile_with_inductor(outcome.gm, example_inputs, opts)
+    compiled = _finished(outcome, example_inputs, opts)
     record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
         folder = write_dump(record, opts.dump_dir)
@@ -215,4 +215,18 @@ def _compile_again(
     """Compile the captured graph once more; not ``constant``: buffers are read at run time."""
     gm = copy_graph(captured)
     here = facts_at_call(gm, inputs, facts, constant=constant)
-    return compile_with_inductor(_improve(gm, here, opts).gm, inputs, opts)
+    return _finished(_improve(gm, here, opts), inputs, opts)
+
+
+def _finished(outcome: Outcome, inputs: Sequence[Any], opts: StofOptions) -> Callable[..., Any]:
+    """The compiled graph, which looks after its packed weights at each call."""
+    compiled = compile_with_inductor(outcome.gm, inputs, opts)
+    packed = None if outcome.fusion is None else outcome.fusion.packed
+    if packed is None:
+        return compiled
+
+    def run(*given: Any) -> Any:
+        packed.refresh(given)
+        return compiled(*given)
+
+    return run

@@ -330,7 +330,8 @@ def _pack_lines(packs: Sequence[PackPlan]) -> list[str]:
     for pack in packs:
         verb = "packed" if pack.packed else "left apart"
         sizes = " + ".join(map(str, pack.sizes))
-        lines.append(f"{pack.count}x projections {sizes}: {verb} ({pack.source})")
+        memory = f", {pack.nbytes / 1e6:.1f} MB of copies" if pack.nbytes else ""
+        lines.append(f"{pack.count}x projections {sizes}: {verb} ({pack.source}){memory}")
         lines.append(f"  {pack.reason}")
     return lines
 

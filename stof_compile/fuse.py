@@ -26,8 +26,11 @@ from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.rewrite import Segment, rewrite_segments
 from stof_compile.node_ops import raw_name
 from stof_compile.options import StofOptions
+from stof_compile.packing import PackedWeights, apply_packs, find_packs
+from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.search.bench import LIBRARY, DeviceBench
+from stof_compile.search.pack_choice import choose_packs
 from stof_compile.search.trial import TrialTable
 from stof_compile.search.tuner import TuningContext, chain_key, tune_chain
 from stof_compile.store import Store
@@ -45,6 +48,7 @@ class FusionResult:
         chains: chain key -> plan, of the chains where a template was considered.
         packs: pack key -> decision.
         segments: segments replaced by a template.
+        packed: keeps packed weights equal to the originals; None where nothing is packed.
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
         seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
@@ -53,6 +57,7 @@ class FusionResult:
     chains: dict[str, ChainPlan] = field(default_factory=dict)
     packs: dict[str, PackPlan] = field(default_factory=dict)
     segments: int = 0
+    packed: PackedWeights | None = None
     trials: int = 0
     refusal: str = ""
     seconds: float = 0.0
@@ -108,6 +113,7 @@ def fuse_operators(
         bench, budget, store, plan, opts.seed, forced, measure=opts.tune_budget_s > 0
     )
     try:
+        _pack_projections(gm, facts, ctx, device, result)
         _fuse_chains(gm, facts, ctx, templates, device, result)
     finally:
         bench.release()
@@ -121,6 +127,20 @@ def fuse_operators(
             "a compile with fusion='auto' lists the chains and their codes"
         )
     return result
+
+
+def _pack_projections(
+    gm: GraphModule,
+    facts: CaptureFacts,
+    ctx: TuningContext,
+    device: DeviceFacts,
+    result: FusionResult,
+) -> None:
+    packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
+    result.packs = choose_packs(gm, packs, ctx, on_gpu=device.is_cuda)
+    taken = [pack for pack in packs if result.packs[pack.key].packed]
+    if taken:
+        result.packed = apply_packs(gm, facts, taken)
 
 
 def _fuse_chains(

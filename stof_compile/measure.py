@@ -182,6 +182,18 @@ def time_in_turns(
     return [_timing(s, method) for s, method in zip(samples, methods, strict=True)]
 
 
+def sample_us(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    device: torch.device | str,
+    *,
+    budget_s: float = 0.2,
+    clock: Clock = time.perf_counter_ns,
+) -> list[float]:
+    """Single samples in microseconds, for statistics of one's own; as :func:`time_callable`."""
+    return _samples(fn, input_sets, device, budget_s, True, clock)[0]
+
+
 def _samples(
     fn: Callable[..., Any],
     input_sets: Sequence[tuple[Any, ...]],

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.capture import CaptureFacts, add_buffer
 from stof_compile.emit import emit
+from stof_compile.example_values import update_values
 from stof_compile.node_ops import dtype_of
-from stof_compile.packing_consumers import update_values
 from stof_compile.packing_guard import PackedSlice, PackedWeights
 from stof_compile.packing_search import (
     ALREADY_PACKED,

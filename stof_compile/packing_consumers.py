@@ -5,17 +5,16 @@ A slice has the same values with other strides, and shares its memory with the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 
-from stof_compile.emit import autocast_at, fake_mode_of, fake_result
-from stof_compile.fusion.op_kind import is_attention, op_kind
+from stof_compile.emit import fake_mode_of
+from stof_compile.example_values import run_on
+from stof_compile.fusion.op_kind import is_attention
 from stof_compile.node_ops import VIEWS, is_inplace, operation, raw_name, tensor_meta
 
 # Readers of the memory itself: a slice shows them something else.
@@ -52,21 +51,6 @@ def needs_copy(result: Node, total: int, start: int) -> bool:
     return not _views_hold(result, aliases, total, start)
 
 
-def update_values(graph: Graph, start: Node) -> None:
-    """Compute the example values anew of what reads a node, as far as they change."""
-    regions = any(raw_name(node) == "_enter_autocast" for node in graph.nodes)
-    changed = {start}
-    node = start.next
-    while node.op != "root":
-        if not changed.isdisjoint(node.all_input_nodes) and _is_known(node):
-            with autocast_at(graph, node) if regions else ExitStack():
-                value = fake_result(node)
-            if value is not None and not _alike(value, node.meta.get("example_value")):
-                node.meta["example_value"] = value
-                changed.add(node)
-        node = node.next
-
-
 def _aliases(result: Node) -> Iterator[Node]:
     """The node and all views of it, in graph order of their sources."""
     waiting, seen = [result], {result}
@@ -94,13 +78,6 @@ def _takes_strides(node: Node) -> bool:
     return bool(name) and ours and name not in STRIDE_READERS
 
 
-def _is_known(node: Node) -> bool:
-    """Whether a node may be run once more on example values: no write, no new symbols."""
-    if node.op not in ("call_function", "call_method") or is_inplace(node):
-        return False
-    return op_kind(node) is not None or operation(node) in VIEWS
-
-
 def _views_hold(result: Node, aliases: list[Node], total: int, start: int) -> bool:
     """Whether all views of a value can be taken of a slice, too."""
     value = tensor_meta(result)
@@ -113,27 +90,7 @@ def _views_hold(result: Node, aliases: list[Node], total: int, start: int) -> bo
             if node is result:
                 continue
             try:
-                values[node] = _run(node, lambda n: values.get(n, n.meta.get("example_value")))
+                values[node] = run_on(node, values)
             except (RuntimeError, ValueError):  # a view across the gap between two rows
                 return False
     return True
-
-
-def _run(node: Node, value: Callable[[Node], Any]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), value)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target), "call_function nodes have a callable target"
-    return node.target(*args, **kwargs)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two example values have the same shapes, strides and dtypes."""
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return (a.dtype, a.dim()) == (b.dtype, b.dim()) and all(
-            str(m) == str(n)
-            for m, n in zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True)
-        )
-    return type(a) is type(b)

@@ -149,7 +149,7 @@ class PackPlan:
         sizes: rows of each weight.
         separate_us, packed_us: time of either form, None where not measured.
         source: as of :class:`ChainPlan`. reason: one sentence for people.
-        count: how often such a group occurs in the graph.
+        count: how often such a group occurs in the graph. nbytes: memory of all packed copies.
     """
 
     packed: bool
@@ -159,6 +159,7 @@ class PackPlan:
     packed_us: float | None = None
     reason: str = ""
     count: int = 1
+    nbytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

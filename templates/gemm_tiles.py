@@ -144,6 +144,11 @@ def unfit(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     registers = registers_of(tile, product, device)
     if registers > 255:
         return f"{registers} registers a thread, at most 255 exist"
+    loads = (tile.block_m + product.sums * tile.block_n) * tile.block_k * product.dtype.itemsize
+    loads //= 16 * 32 * tile.num_warps
+    sums = product.sums * tile.block_m * tile.block_n // (32 * tile.num_warps)
+    if sums >= 128 and loads > 16 and not tile.persistent:
+        return f"the addresses of {loads} loads a thread do not fit beside {sums} sums"
     return None
 
 

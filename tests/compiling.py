@@ -77,6 +77,35 @@ def compile_gluon(
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
+def compile_descriptors(
+    kernel: Any,
+    target: int,
+    blocks: dict[str, tuple[int, int, Any]],
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
+    maxnreg: int,
+) -> Any:
+    """Compile a Gluon kernel over fp16 matrices for an sm number.
+
+    Args:
+        blocks: (rows, columns, layout) of the block of each TMA descriptor argument.
+        pointers: types of the pointer arguments; all others are i32.
+        maxnreg: registers of a thread at the start.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else "i32" for name in names}
+    for name, (rows, columns, layout) in blocks.items():
+        signature[name] = f"tensordesc<fp16[{rows},{columns}],{layout!r}>"
+    signature |= pointers
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs={})
+    options = {"num_warps": num_warps, "maxnreg": maxnreg}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
 def needs(compiled: Any, target: int | str) -> Needs:
     """Shared memory, registers and spilled bytes of a compiled kernel."""
     if target == GFX942:
@@ -101,7 +130,10 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
 def _assemble(compiled: Any, target: int) -> str:
     """What the assembler says about the kernel when Triton runs it, with the options of its own."""
     backend = make_backend(GPUTarget("cuda", target, 32))
-    options = backend.parse_options(compiled.metadata._asdict())
+    fields = compiled.metadata._asdict()
+    if fields["num_warps"] & (fields["num_warps"] - 1):  # with the warps of its other partitions
+        fields["num_warps"] = 4  # the assembler reads it from the code
+    options = backend.parse_options(fields)
     report = io.StringIO()
     with knobs.nvidia.scope(), contextlib.redirect_stdout(report):
         knobs.nvidia.dump_ptxas_log = True

@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"graph_copy", "progress"}  # parts of backend, fuse
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
-        | {"fold_transpose", "compare"}
+        | {"fold_transpose", "compare", "example_values"}
         | {"normalize_norms", "normalize_activations", "respell", "between"}  # of normalize
         | {"ops_linear", "ops_norm", "ops_pointwise", "ops_projection", "ops_tilelang"}
     ),

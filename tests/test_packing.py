@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from e2e import models
 from e2e.running import assert_same
 from torch import nn
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from stof_compile.capture import read_capture
 from stof_compile.emit import autocast_at, fake_result
@@ -756,7 +757,7 @@ def test_attributes_of_the_graph(fresh_dynamo):
     gm = torch.fx.symbolic_trace(Root())
     x = rows()
     mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm, mode).propagate(x)
+    FakeTensorProp(gm, mode).propagate(x)
     for node in gm.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     with torch.no_grad():

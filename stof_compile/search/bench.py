@@ -29,6 +29,7 @@ from stof_compile.measure import (
     Timing,
     check_close,
     real_tensors,
+    sample_us,
     time_callable,
     time_in_turns,
 )
@@ -44,6 +45,7 @@ LIBRARY = "inductor"
 
 TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
 FINAL_S = 0.1
+ROUND_S = 0.02
 MAX_SETS = 64
 MAX_SET_BYTES = 1 << 31  # of all copies of a segment's operands together
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
@@ -213,6 +215,29 @@ class DeviceBench:
         turns = [(turn,) for turn in range(min(most, 8))]
         timings = time_in_turns(calls, turns, self.device, budget_s=FINAL_S)
         return [timing.median_us for timing in timings]
+
+    def operands(self, recipe: Recipe) -> tuple[Tensor, ...]:
+        """One set of random operands of a recipe."""
+        return self._sets(recipe)[0]
+
+    def rounds(
+        self, fns: Sequence[Callable[..., Any]], operands: tuple[Tensor, ...], rounds: int
+    ) -> list[list[list[float]]]:
+        """Samples of several functions, taken in turns, in microseconds.
+
+        Returns:
+            For each function one list of samples a round. Every other round goes backwards
+            (ABBA), so that a drift of the machine favours none.
+        """
+        taken: list[list[list[float]]] = [[] for _ in fns]
+        with self._counted():
+            for number in range(rounds + 1):  # the first one warms up
+                order = range(len(fns)) if number % 2 else reversed(range(len(fns)))
+                for index in order:
+                    samples = sample_us(fns[index], [operands], self.device, budget_s=ROUND_S)
+                    if number:
+                        taken[index].append(samples)
+        return taken
 
     def release(self) -> None:
         """Give the memory of operands and references back."""

@@ -498,19 +498,30 @@ def wanted_by(recipe, operands):
 @pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=NAMES.get)
 @pytest.mark.parametrize("rows", [128, 1000, 4096])
 @pytest.mark.parametrize("k", [768, 3072])
-def test_gpu_every_config(rows, k, dtype):
+def test_gpu_model_sizes(rows, k, dtype):
+    """The config of the rules, and the first of whole rows."""
     recipe, operands = linear_norm_recipe(
         (rows,), 768, k, dtype, bias="inside", residual="first", device="cuda"
     )
     wanted = wanted_by(recipe, operands)
-    for chosen in TEMPLATE.space(recipe, HOPPER).configs():
+    configs = TEMPLATE.space(recipe, HOPPER).configs()
+    full = [c for c in configs if c["form"] == "full_row"]
+    for chosen in [TEMPLATE.first(recipe, HOPPER), *full[:1]]:
+        assert_close(run(recipe, operands, chosen), wanted, scale=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [128, 4096])
+def test_gpu_every_tile(rows):
+    recipe, operands = linear_norm_recipe((rows,), 512, 1536, residual="first", device="cuda")
+    wanted = wanted_by(recipe, operands)
+    for chosen in one_of_each_tile(TEMPLATE.space(recipe, HOPPER).configs()):
         assert_close(run(recipe, operands, chosen), wanted, scale=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(33, 1000, 72), (257, 72, 100), (1, 768, 768)], ids=str)
-@pytest.mark.parametrize("kn", [False, True])
-@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+@pytest.mark.parametrize(("kn", "dtype"), [(False, HALF), (True, BRAIN), (True, SINGLE)])
 def test_gpu_ragged_sizes(size, kn, dtype):
     rows, n, k = size
     recipe, operands = linear_norm_recipe(
@@ -518,8 +529,15 @@ def test_gpu_ragged_sizes(size, kn, dtype):
         device="cuda",
     )  # fmt: skip
     wanted = wanted_by(recipe, operands)
-    for chosen in distinct(TEMPLATE.space(recipe, HOPPER).configs()):
+    whole = config("full_row", 16, block_k=32, num_warps=8 if dtype != SINGLE else 16)
+    for chosen in (TEMPLATE.first(recipe, HOPPER), whole):
         assert_close(run(recipe, operands, chosen), wanted, scale=2)
+
+
+@pytest.mark.gpu
+def test_gpu_results_repeat():
+    recipe, operands = linear_norm_recipe((128,), 768, 3072, residual="first", device="cuda")
+    assert torch.equal(run(recipe, operands), run(recipe, operands))
 
 
 @pytest.mark.gpu
@@ -545,7 +563,7 @@ def test_gpu_under_inductor_and_in_a_cuda_graph(form, kn, fresh_dynamo):
         (1000,), 768, 768, bias="inside", residual="first", kn=kn, device="cuda"
     )
     configs = TEMPLATE.space(recipe, HOPPER).configs()
-    chosen = [c for c in configs if c["form"] == form][0]
+    chosen = next(c for c in configs if c["form"] == form)
     call = TEMPLATE.build(recipe, chosen)
     wanted = wanted_by(recipe, operands)
     with torch.no_grad():

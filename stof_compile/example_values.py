@@ -1,0 +1,72 @@
+"""Example values after a rewrite that changes strides: computed anew as far as they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from stof_compile.emit import autocast_at, fake_result
+from stof_compile.fusion.op_kind import op_kind
+from stof_compile.node_ops import VIEWS, is_inplace, operation, raw_name
+
+
+def update_values(graph: Graph, start: Node) -> None:
+    """Compute the example values of what reads a node, and of what reads that, where they change.
+
+    Stops at nodes that cannot be run once more for nothing: writes, and operations that are not
+    known here.
+    """
+    regions = any(raw_name(node) == "_enter_autocast" for node in graph.nodes)
+    changed = {start}
+    node = start.next
+    while node.op != "root":
+        if not changed.isdisjoint(node.all_input_nodes) and _can_run(node):
+            with autocast_at(graph, node) if regions else ExitStack():
+                value = fake_result(node)
+            if value is not None and not _alike(value, node.meta.get("example_value")):
+                node.meta["example_value"] = value
+                changed.add(node)
+        node = node.next
+
+
+def run_on(node: Node, values: Mapping[Node, Any]) -> Any:
+    """Run a node on other values; nodes that are not among them have their example values.
+
+    Has to be called in the fake mode of the values.
+    """
+    args, kwargs = map_arg(
+        (node.args, node.kwargs), lambda n: values[n] if n in values else n.meta["example_value"]
+    )
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target), "call_function nodes have a callable target"
+    return node.target(*args, **kwargs)
+
+
+def _can_run(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method") or is_inplace(node):
+        return False
+    return op_kind(node) is not None or operation(node) in VIEWS
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two example values have the same shapes, strides and dtypes."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        sizes = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=False)
+        same = (a.dtype, a.device, a.dim()) == (b.dtype, b.device, b.dim())
+        return same and all(str(m) == str(n) for m, n in sizes)
+    return type(a) is type(b)
+
+
+def is_static(tensor: Tensor) -> bool:
+    """Whether sizes and strides are numbers."""
+    sizes = (*tensor.shape, *tensor.stride())
+    return not any(isinstance(size, torch.SymInt) for size in sizes)

@@ -1,0 +1,162 @@
+"""Which projections that share an input become one product.
+
+On a GPU the best candidate of the packed product (library or template) stands against the sum of
+the best of each. On a CPU, where times scatter, both forms run in turns and Welch's test decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from stof_compile.compare import compare
+from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
+from stof_compile.node_ops import tensor_meta
+from stof_compile.packing import Pack, packs_bytes
+from stof_compile.plan import PackPlan
+from stof_compile.search.bench import LIBRARY, Candidate
+from stof_compile.search.stage1 import SAMPLES
+from stof_compile.search.tuner import TuningContext
+
+log = logging.getLogger("stof_compile")
+
+STORE_KIND = "packs"
+MIN_GAIN = 0.02  # share of the time that packing must save on a GPU: it costs memory
+ROUNDS = 10
+
+
+def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool) -> PackPlan:
+    """Decide about all packs of one key.
+
+    Args:
+        pack: one of them. on_gpu: which of the two ways of measuring is used.
+    """
+    if ctx.plan is not None:
+        held = ctx.plan.packs.get(pack.key)
+        if held is None:
+            return PackPlan(False, pack.sizes, "plan", reason="not in the plan")
+        return replace(held, source="plan")
+    if not ctx.measure:
+        return PackPlan(False, pack.sizes, "rules", reason="nothing may be measured")
+    held_value = None if ctx.store is None else ctx.store.get(STORE_KIND, pack.key)
+    if held_value is not None:
+        try:
+            return replace(PackPlan.from_dict(held_value), source="store")
+        except (KeyError, TypeError) as error:
+            log.warning("a stored decision cannot be read (%r) and is made anew", error)
+    if ctx.budget.spent:
+        return PackPlan(False, pack.sizes, "rules", reason="the time budget was spent")
+    decide = _by_trials if on_gpu else _by_rounds
+    plan = decide(gm, pack, ctx)
+    if ctx.store is not None and not ctx.budget.spent:
+        ctx.store.put(STORE_KIND, pack.key, plan.to_dict())
+    return plan
+
+
+def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
+    apart = sum(_best_us(_product(gm, pack, (i,)), ctx) for i in range(len(pack.sizes)))
+    together = _best_us(_product(gm, pack, range(len(pack.sizes))), ctx)
+    packed = together < apart * (1 - MIN_GAIN)
+    reason = f"{apart:.1f} us apart, {together:.1f} us packed"
+    known = math.isfinite(apart) and math.isfinite(together)
+    times = (apart, together) if known else (None, None)
+    return PackPlan(packed and known, pack.sizes, "measured", *times, reason)
+
+
+def _best_us(recipe: Recipe, ctx: TuningContext) -> float:
+    """Microseconds of the best of the library and some candidates of the templates."""
+    space = ctx.bench.candidates(recipe)
+    leading = list({c.template: c for c in reversed(space)}.values())[::-1]
+    rest = [c for c in space if c not in leading]
+    generator = random.Random(f"{ctx.seed} {recipe.key}")
+    more = generator.sample(rest, min(len(rest), max(0, SAMPLES - len(leading))))
+    candidates = [Candidate(LIBRARY), *leading, *more]
+    ctx.bench.prepare(recipe, candidates)
+    best = math.inf
+    for candidate in candidates:
+        if ctx.budget.spent:
+            break
+        known = ctx.bench.known(recipe, candidate) is not None
+        best = min(best, ctx.bench.trial(recipe, candidate).cost_us)
+        if not known:
+            ctx.trials += 1
+            ctx.progress("projections", best, ctx.trials)
+    return best
+
+
+def _by_rounds(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
+    parts = [_product(gm, pack, (i,)) for i in range(len(pack.sizes))]
+    whole = _product(gm, pack, range(len(pack.sizes)))
+    bench: Any = ctx.bench
+    x, *weights = bench.operands(whole)
+    biases = [None] * len(parts) if len(weights) == 1 else weights[1].split(pack.sizes)
+    dim = 1 if pack.layout == "kn" else 0
+    kept = [part.contiguous() for part in weights[0].split(pack.sizes, dim)]
+    kept = [part.t() if pack.layout == "kn" else part for part in kept]
+    packed_weight = weights[0].t() if pack.layout == "kn" else weights[0]
+
+    def apart(value: Tensor) -> list[Tensor]:
+        return [F.linear(value, w, b) for w, b in zip(kept, biases, strict=True)]
+
+    def together(value: Tensor) -> list[Tensor]:
+        bias = None if len(weights) == 1 else weights[1]
+        return list(F.linear(value, packed_weight, bias).split(pack.sizes, -1))
+
+    base, new = bench.rounds([apart, together], (x,), ROUNDS)
+    ctx.trials += 2
+    verdict = compare(base, new)
+    times = [median(us for samples in form for us in samples) for form in (base, new)]
+    reason = (
+        f"Welch's test: {verdict.verdict}, {verdict.speedup:.3f}x, p = {verdict.p:.2g} over "
+        f"{verdict.n} samples"
+    )
+    return PackPlan(verdict.verdict == "win", pack.sizes, "measured", *times, reason)
+
+
+def _product(gm: GraphModule, pack: Pack, which: Sequence[int] | range) -> Recipe:
+    """The recipe of some layers of a pack as one product."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    x = tensor_meta(nodes[pack.x])
+    weight = tensor_meta(nodes[pack.weights[0]])
+    assert x is not None and weight is not None, "packs are made of tensors"
+    n, k, kn = sum(pack.sizes[i] for i in which), pack.width, pack.layout == "kn"
+    device = x.device.type
+    shape = (k, n) if kn else (n, k)
+    operands = [
+        TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype, device),
+        TensorSpec(shape, (shape[1], 1), weight.dtype, device),
+    ]
+    if any(pack.biases[i] for i in which):
+        operands.append(TensorSpec((n,), (1,), weight.dtype, device))
+    attrs = (("weight_kn", True),) if kn else ()
+    inputs = tuple(Ref("operand", i) for i in range(len(operands)))
+    step = Step("linear", inputs, (*x.shape[:-1], n), x.dtype, attrs)
+    told = [[o.shape, o.stride, str(o.dtype), o.device] for o in operands]
+    key = hashlib.sha256(json.dumps(["linear", kn, told]).encode()).hexdigest()
+    return Recipe(tuple(operands), (step,), key)
+
+
+def choose_packs(
+    gm: GraphModule, packs: Sequence[Pack], ctx: TuningContext, *, on_gpu: bool
+) -> dict[str, PackPlan]:
+    """Decide about the packs of a graph: key -> decision, with the number of its groups."""
+    alike: dict[str, list[Pack]] = {}
+    for pack in packs:
+        alike.setdefault(pack.key, []).append(pack)
+    chosen = {}
+    for key, group in alike.items():
+        plan = choose_pack(gm, group[0], ctx, on_gpu=on_gpu)
+        nbytes = packs_bytes(group) if plan.packed else 0
+        chosen[key] = replace(plan, count=len(group), nbytes=nbytes)
+    return chosen
