@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from .norm import check_power_of_two, gpu_kernel, require
-from .pointwise_program import ACTIVATIONS, BINARY, POWERS, UNARY, Access, read_program, source_of
+from .pointwise_program import (
+    ACTIVATIONS,
+    ARITHMETIC,
+    BINARY,
+    POWERS,
+    UNARY,
+    Access,
+    read_program,
+    source_of,
+)
 from .problem import DTYPES, on_device
 
 
@@ -136,6 +145,7 @@ def sample_program() -> str:
     add("add", "x0", "x1")
     for kind in BINARY:
         add(kind, f"v{len(steps) - 1}", "x2")
+    for kind in ARITHMETIC:
         add(kind, f"v{len(steps) - 1}", number=2.0, number_first=True)
     for kind in UNARY:
         add(kind, f"v{len(steps) - 1}")

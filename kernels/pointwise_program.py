@@ -1,6 +1,7 @@
 """Programs of elementwise steps, written as JSON, and the Triton source that computes one.
 
-    {"dtype": "float16", "steps": [["add", ["x0", "x1"], {}], ["activation", ["v0"], {"name": "gelu"}]]}
+    {"dtype": "float16",
+     "steps": [["add", ["x0", "x1"], {}], ["activation", ["v0"], {"name": "gelu"}]]}
 
 ``x<i>`` is an operand, ``v<j>`` the value of step j; the last step is the result, stored as
 ``dtype``. Values are fp32 between the steps; a cast to half precision rounds them.
@@ -37,6 +38,7 @@ BINARY: Mapping[str, str] = {
     "maximum": "tl.where(({0} >= {1}) | ({0} != {0}), {0}, {1})",
     "minimum": "tl.where(({0} <= {1}) | ({0} != {0}), {0}, {1})",
 }
+ARITHMETIC = ("add", "sub", "mul", "div")  # the binary steps that take a number
 POWERS: Mapping[float, str] = {
     -2.0: "1.0 / ({0} * {0})",
     -1.0: "1.0 / {0}",
@@ -49,7 +51,7 @@ POWERS: Mapping[float, str] = {
 }
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))",
-    "gelu_tanh": "0.5 * {0} * (1.0 + tanh({0} * 0.7978845608028654 * (1.0 + 0.044715 * {0} * {0})))",
+    "gelu_tanh": "0.5 * {0} * (1.0 + tanh({0} * (0.7978845608028654 + 0.0356774081 * {0} * {0})))",
     "relu": "tl.where({0} <= 0.0, 0.0, {0})",  # keeps NaN, which max(x, 0) may drop
     "silu": "{0} / (1.0 + tl.exp({0} * -1.0))",
     "tanh": "tanh({0})",
@@ -138,6 +140,7 @@ def expression(kind: str, inputs: tuple[str, ...], attrs: Mapping[str, Any]) -> 
     code = _template(BINARY, kind, "step")
     if number is None:
         return code.format(*_exactly(2, inputs, kind))
+    _require(kind in ARITHMETIC, f"a number stands in {', '.join(ARITHMETIC)}", kind)
     pair = [_exactly(1, inputs, kind)[0], _literal(float(number))]
     return code.format(*(reversed(pair) if attrs.get("number_first") else pair))
 
@@ -186,7 +189,7 @@ def _with_tanh(name: str, code: str) -> list[str]:
     """Statements for ``name = code``, where code may hold one ``tanh(...)``, which Triton lacks.
 
     tanh(x) = (1 - e) / (1 + e), e = exp(-2 |x|), is right at both infinities and for NaN; below
-    0.35, where 1 - e loses digits, the Taylor series is right to 1e-8.
+    0.25, where 1 - e loses digits, the Taylor series is right to 1e-8.
     """
     start = code.find("tanh(")
     if start < 0:
@@ -205,7 +208,7 @@ def _with_tanh(name: str, code: str) -> list[str]:
         f"{name}_e = tl.exp(tl.abs({name}_a) * -2.0)",
         f"{name}_t = (1.0 - {name}_e) / (1.0 + {name}_e)",
         f"{name}_t = tl.where({name}_a < 0.0, {name}_t * -1.0, {name}_t)",
-        f"{name}_t = tl.where(tl.abs({name}_a) < 0.35, {name}_a * {series}, {name}_t)",
+        f"{name}_t = tl.where(tl.abs({name}_a) < 0.25, {name}_a * {series}, {name}_t)",
         f"{name} = {code[:start]}{name}_t{code[end:]}",
     ]
 

@@ -1,15 +1,23 @@
-"""Linear, activation and residual in one kernel on Hopper GPUs, for many rows."""
+"""Template: a linear layer with activation and residual in its epilogue (Gluon, Hopper GPUs)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil, prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
-from stof_compile.templates.linear_form import LinearForm, linear_form
+from stof_compile.templates.linear_operands import (
+    LinearEnd,
+    LinearOperands,
+    linear_refusal,
+    read_end,
+    read_product,
+    transposing,
+)
+from stof_compile.templates.norm_operands import slot
 from stof_compile.templates.space import Config, ConfigSpace, Value
 
-from stof_compile import ops_hopper_linear  # noqa: F401  (defines the operator)
 from stof_compile.device import DeviceFacts
 from stof_compile.fusion.recipe import Recipe
 
@@ -20,33 +28,40 @@ _SHARED_BYTES = 231424
 
 
 class HopperLinear(Template):
-    """One persistent program a multiprocessor; what follows the product overlaps the next tile."""
+    """``activation(x @ weight.T + bias) [+ residual]`` as ``stof::hopper_linear``.
+
+    One persistent program a multiprocessor; what follows the product overlaps the next tile.
+    """
 
     name = "hopper_linear"
 
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:
-        """See :class:`Template`."""
-        form = linear_form(recipe)
-        if isinstance(form, str):
-            return form
+        """Why this template cannot run a recipe on a device, None if it can."""
+        reason = linear_refusal(recipe, device)
+        if reason is not None:
+            return reason
         if device.capability is None or device.capability[0] != 9:
             return "it needs a Hopper GPU"
-        if form.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes fp16 and bf16, not {form.dtype}"
-        if form.activation not in ACTIVATIONS or form.factor is not None:
+        if recipe.result.dtype not in (torch.float16, torch.bfloat16):
+            return f"it takes fp16 and bf16, not {recipe.result.dtype}"
+        read = _read(recipe)
+        if isinstance(read, str):
+            return read
+        product, end = read
+        if end.activation not in ACTIVATIONS or end.factor is not None:
             return "it has no such epilogue"
-        if form.m < MIN_ROWS:
-            return f"{form.m} rows leave most of the GPU idle"
-        if form.n % 8 or form.k % 8 or form.n < 64 or form.k < 2 * BLOCK_K:
-            return f"it takes weights of 64 x 128 and more in steps of 8, not {form.n} x {form.k}"
+        rows = prod(recipe.result.shape[:-1])
+        if rows < MIN_ROWS:
+            return f"{rows} rows leave most of the GPU idle"
+        n, k = product.n, product.k
+        if n % 8 or k % 8 or n < 64 or k < 2 * BLOCK_K:
+            return f"it takes weights of 64 x 128 and more in steps of 8, not {n} x {k}"
         return None
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
-        """See :class:`Template`."""
-        form = linear_form(recipe)
-        assert isinstance(form, LinearForm), "only accepted recipes have a space"
-
-        finishing = form.activation != "" or form.residual is not None
+        """Both tiles, with every depth of the ring that fits."""
+        product, end = _accepted(recipe)
+        finishing = end.activation != "" or end.residual is not None
 
         def refusal(config: Mapping[str, Value]) -> str | None:
             block_m, stages = int(config["block_m"]), int(config["stages"])
@@ -54,30 +69,50 @@ class HopperLinear(Template):
             ring = stages * (block_m + BLOCK_N) * BLOCK_K * 2
             if ring + tiles * block_m * BLOCK_N * 2 + 4 * BLOCK_N > _SHARED_BYTES:
                 return "shared memory"
-            return "more stages than steps" if -(-form.k // BLOCK_K) < stages else None
+            return "more stages than steps" if ceil(product.k / BLOCK_K) < stages else None
 
         return ConfigSpace(
             {"block_m": (128, 256), "stages": (2, 3, 4, 5, 6), "group_m": (4, 8, 16)}, refusal
         )
 
     def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
-        """See :class:`Template`."""
-        form = linear_form(recipe)
-        assert isinstance(form, LinearForm), "only accepted recipes have a first config"
-        assert self.space(recipe, device).configs(), "an accepted recipe has a config"
-        stages = min(5, -(-form.k // BLOCK_K))
-        return {"block_m": 128, "stages": stages, "group_m": 8}
+        """The small tile with a deep ring."""
+        product, _ = _accepted(recipe)
+        return {"block_m": 128, "stages": min(5, ceil(product.k / BLOCK_K)), "group_m": 8}
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
-        """See :class:`Template`."""
-        form = linear_form(recipe)
-        assert isinstance(form, LinearForm), "only accepted recipes are built"
-        values = [config["block_m"], BLOCK_N, config["stages"], config["group_m"]]
-        optional = [None if i is None else Slot(i) for i in (form.bias, form.residual)]
-        weight = Slot(form.weight)
+        """The call that runs a recipe with a config."""
+        product, end = _accepted(recipe)
+        assert product.x is not None, "the first product reads an operand"
+        return Call(
+            transposing(torch.ops.stof.hopper_linear.default, *([1] if product.kn else [])),
+            (
+                Slot(product.x),
+                Slot(product.weight),
+                slot(end.bias),
+                slot(end.residual),
+                end.activation,
+                [int(config["block_m"]), BLOCK_N, int(config["stages"]), int(config["group_m"])],
+            ),
+            recipe.result.shape,
+        )
 
-        def run(x: object, held: object, *rest: object) -> object:
-            return torch.ops.stof.hopper_linear(x, held.t() if form.weight_kn else held, *rest)  # type: ignore[attr-defined]
 
-        args = (Slot(form.x), weight, *optional, form.activation, values)
-        return Call(run, args, recipe.result.shape)
+def _read(recipe: Recipe) -> tuple[LinearOperands, LinearEnd] | str:
+    spine = recipe.spine()
+    if not spine:
+        return "its steps are no straight line"
+    product = read_product(recipe, spine[0], first=True)
+    if isinstance(product, str):
+        return product
+    found = read_end(recipe, spine[1:], product.n, product.bias)
+    if isinstance(found, str):
+        return found
+    end, rest = found
+    return "it has two products" if rest else (product, end)
+
+
+def _accepted(recipe: Recipe) -> tuple[LinearOperands, LinearEnd]:
+    read = _read(recipe)
+    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
+    return read
