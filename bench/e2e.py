@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
         if way.name in done:
             continue
         where = (args.out, args.worker, way.name, model)
+        if way.attention == "stof":
+            way = replace(way, options={"tune_budget_s": args.tune_budget, **way.options})
         with timing.own_caches(args.caches, f"e2e-{way.name}", subject.setup.store):
             try:
                 row = _run_way(way, subject, where, device)

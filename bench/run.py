@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "--tune-budget",
         type=float,
         default=60.0,
-        help="tuning: tune_budget_s of STOF; default %(default)g",
+        help="e2e, tuning: tune_budget_s of STOF; default %(default)g",
     )
     parsed.add_argument(
         "--seed", type=int, default=None, help="seed of the inputs; default drawn and printed"

@@ -75,7 +75,7 @@ def pointwise_forward(
     sizes: dict[str, int] = {}
     for number, access in enumerate(accesses):
         if access.kind in ("tail", "middle"):
-            sizes[f"COUNT{number}"] = access.count
+            sizes[f"COUNT{number}"] = access.size
         if access.kind in ("head", "middle"):
             sizes[f"INNER{number}"] = access.inner
     with on_device(first):

@@ -67,7 +67,7 @@ class Access(NamedTuple):
     """
 
     kind: str
-    count: int = 1
+    size: int = 1
     inner: int = 1
 
 
@@ -132,11 +132,9 @@ def expression(kind: str, inputs: tuple[str, ...], attrs: Mapping[str, Any]) -> 
         return UNARY[kind].format(*_exactly(1, inputs, kind))
     number = attrs.get("number")
     if kind == "pow":
-        _require(
-            number is not None and not attrs.get("number_first"), "pow has a number as exponent",
-            attrs,
-        )  # fmt: skip
-        return _template(POWERS, float(number), kind).format(*_exactly(1, inputs, kind))
+        is_exponent = isinstance(number, int | float) and not attrs.get("number_first")
+        _require(is_exponent, "pow has a number as exponent", attrs)
+        return _template(POWERS, float(number or 0), kind).format(*_exactly(1, inputs, kind))
     code = _template(BINARY, kind, "step")
     if number is None:
         return code.format(*_exactly(2, inputs, kind))

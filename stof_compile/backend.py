@@ -184,7 +184,7 @@ def _fastest(
 
     def make(name: str) -> torch.fx.GraphModule:
         if name not in forms:
-            forms[name] = earlier(opts.attention if name == "attention only" else "off")
+            forms[name] = earlier(opts.attention if name == "attention only" else "sdpa")
         return forms[name].gm
 
     names = ("fused", "attention only", "as torch.compile runs it")

@@ -52,6 +52,7 @@ class FusionResult:
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
         seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
+            compiling_s: of these, spent compiling ahead.
     """
 
     chains: dict[str, ChainPlan] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class FusionResult:
     refusal: str = ""
     seconds: float = 0.0
     measuring_s: float = 0.0
+    compiling_s: float = 0.0
 
     @property
     def changed(self) -> bool:
@@ -110,15 +112,17 @@ def fuse_operators(
     )
     forced = opts.fusion if opts.fusion not in ("auto", "off") else ""
     ctx = TuningContext(
-        bench, budget, store, plan, opts.seed, forced, measure=opts.tune_budget_s > 0
-    )
+        bench, budget, opts.tune_budget_s, store, plan, opts.seed, forced,
+        measure=opts.tune_budget_s > 0,
+    )  # fmt: skip
     try:
         _pack_projections(gm, facts, ctx, device, result)
         _fuse_chains(gm, facts, ctx, templates, device, result)
     finally:
         bench.release()
     result.trials = ctx.trials
-    result.seconds, result.measuring_s = time.monotonic() - started, bench.measuring_s
+    result.seconds = time.monotonic() - started
+    result.measuring_s, result.compiling_s = bench.measuring_s, bench.compiling_s
     if plan is not None:
         _refuse_other_plan(plan, result)
     if forced and not any(p.source == "forced" for p in result.chains.values()):
@@ -157,11 +161,16 @@ def _fuse_chains(
     alike: dict[str, list[OpChain]] = {}
     for chain in chains:
         alike.setdefault(chain_key(chain), []).append(chain)
-    # the heaviest first: what the budget does not reach weighs least
-    for key, places in sorted(alike.items(), key=lambda item: -_weight(item[1], gm)):
+    # the heaviest first, each with its share of the time that is left
+    weights = {key: _weight(places) for key, places in alike.items()}
+    whole = ctx.budget
+    for key in sorted(alike, key=lambda key: -weights[key]):
+        places = alike[key]
         first = places[0]
         legality = partial(_legality, first, gm, facts)
+        ctx.use(whole.slice(weights[key] / sum(weights.values())))
         chosen = tune_chain(gm, first, legality, ctx)
+        del weights[key]
         if chosen is not None:
             result.chains[key] = replace(chosen, count=len(places))
     named = {template.name: template for template in templates}
@@ -178,8 +187,8 @@ def _legality(
     return segment_refusal(chain, start, stop, gm, facts)
 
 
-def _weight(places: Sequence[OpChain], gm: GraphModule) -> float:
-    """Elements that the products of a chain read and write, times its occurrences."""
+def _weight(places: Sequence[OpChain]) -> float:
+    """Elements that a chain reads and writes, more for products, times its occurrences."""
     total = 0.0
     for op in places[0].ops:
         for value in (op.value, *(operand.value for operand in op.operands)):

@@ -331,11 +331,17 @@ def _time_replay(
     turns = max(1, min(round(GRAPH_US / max(one_turn_us, 1.0)), 200))
     calls = turns * len(input_sets)
     graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads of the process may allocate meanwhile without spoiling the capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    # Not with torch.cuda.graph: it collects garbage and empties the allocator's cache first, which
+    # takes longer than the measurement. thread_local: other threads of the process may allocate
+    # meanwhile without spoiling the capture.
+    stream.synchronize()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
         for _ in range(turns):
             for inputs in input_sets:
                 fn(*inputs)
+    finally:
+        graph.capture_end()
     graph.replay()
     stream.synchronize()
     one_us = _event_samples(graph.replay, 1)[0]

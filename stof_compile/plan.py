@@ -117,6 +117,7 @@ class ChainPlan:
         count: how often the chain occurs in the graph.
         initial_us, final_us: time of the initial scheme and of this one, None where not measured.
         reason: one sentence for people.
+        unfinished_s: the time budget that ended before the search did; 0 where the search ended.
     """
 
     kinds: tuple[str, ...]
@@ -128,6 +129,7 @@ class ChainPlan:
     initial_us: float | None = None
     final_us: float | None = None
     reason: str = ""
+    unfinished_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

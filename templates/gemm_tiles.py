@@ -225,6 +225,8 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
         sums = product.sums * block_m * block_n // (32 * num_warps)
         if not 8 <= sums <= (32 if num_warps < 4 else 128):
             continue
+        if num_warps > 4 and block_m * block_n < 4096:
+            continue
         tile = Tile(*sizes)
         yield tile
         tiles = ceil(product.m / block_m) * ceil(product.n / block_n)

@@ -8,6 +8,9 @@ from stof_compile.templates.space import Config
 
 from stof_compile.device import DeviceFacts
 
+Tile = tuple[int, int, int, int]
+"""block_m, block_n, block_k, num_warps."""
+
 FORMS = ("split_k", "full_row")
 DIMS = (
     "form", "block_m", "block_n", "block_k", "split_k", "num_warps", "num_stages", "norm_rows",
@@ -16,19 +19,19 @@ DIMS = (
 
 # (block_m, block_n, block_k, num_warps) of the split_k form, the likely best first. Few rows: many
 # small programs, each with little of K, so that all loads are on their way at once.
-TILES_FEW_ROWS = (
+TILES_FEW_ROWS: tuple[Tile, ...] = (
     (64, 64, 128, 4), (64, 64, 64, 4), (64, 32, 128, 4), (128, 32, 128, 4), (32, 64, 128, 4),
     (128, 64, 64, 4), (16, 64, 128, 4), (32, 32, 128, 4), (64, 128, 64, 4), (16, 32, 256, 4),
     (16, 32, 128, 4),
 )  # fmt: skip
-TILES_MANY_ROWS = (
+TILES_MANY_ROWS: tuple[Tile, ...] = (
     (128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 256, 64, 4), (256, 128, 64, 8),
     (128, 64, 64, 4), (64, 128, 64, 4), (64, 64, 64, 4),
 )  # fmt: skip
 # what spills a few bytes where products read registers (before Hopper), and what does not
 BEFORE_HOPPER = {(64, 64, 64, 4): (64, 64, 32, 4), (128, 32, 128, 4): (128, 32, 64, 4)}
 # exact fp32 products run on the ordinary units, with their operands in registers
-TILES_FP32 = (
+TILES_FP32: tuple[Tile, ...] = (
     (64, 32, 32, 4), (32, 64, 32, 4), (64, 64, 16, 8), (32, 32, 32, 4), (16, 32, 64, 4),
 )  # fmt: skip
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -90,7 +93,7 @@ def _split_k(size: ProductSize, device: DeviceFacts) -> list[Config]:
     return found
 
 
-def _suits(tile: tuple[int, ...], size: ProductSize) -> bool:
+def _suits(tile: Tile, size: ProductSize) -> bool:
     """Whether at most a part of a tile is padding; 16 is the least a product takes."""
     return all(
         block <= max(16, 2 * length - 1)
@@ -116,9 +119,7 @@ def _splits(programs: int, block_k: int, size: ProductSize, device: DeviceFacts)
     return list(dict.fromkeys(chosen))
 
 
-def _stages(
-    tile: tuple[int, ...], split_k: int, programs: int, size: ProductSize, device: DeviceFacts
-) -> int:
+def _stages(tile: Tile, split_k: int, programs: int, size: ProductSize, device: DeviceFacts) -> int:
     """Depth of the pipeline: all of the loop where shared memory has room for it.
 
     The room is shared by the programs that a unit runs at once; three stages are worth a program

@@ -64,7 +64,7 @@ class Recording:
 
 def random(*shape, dtype=HALF, device=DEVICE, seed=None):
     generator = torch.Generator().manual_seed(sum(shape) + len(shape) if seed is None else seed)
-    return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+    return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
 
 def rows_apart(tensor, gap=24):

@@ -45,7 +45,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
         | {"fuse", "record_fusion", "verdict"}
     ),
-    frozenset({"backend", "cli", "demo", "integrations", "tune", "tune_print", "tune_subject", "zoo"}),
+    frozenset(
+        {"backend", "cli", "demo", "integrations", "tune", "tune_print", "tune_subject", "zoo"}
+    ),
 )
 OUTSIDE_KERNELS = {"torch", "triton", "tilelang"}
 STANDARD = sys.stdlib_module_names

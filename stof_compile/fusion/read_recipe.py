@@ -21,7 +21,6 @@ from stof_compile.fusion.recipe import (
     Step,
     TensorSpec,
 )
-from stof_compile.fusion.segment_key import segment_key
 from stof_compile.node_ops import argument, is_cast, number, operation, tensor_meta
 
 
@@ -62,7 +61,7 @@ def read_recipe(gm: GraphModule, chain: OpChain, start: int, stop: int) -> Recip
             refs[node] = Ref("step", len(steps) - 1)
     except _UnreadableError as reason:
         return str(reason)
-    return Recipe(operands, tuple(steps), segment_key(chain, start, stop))
+    return Recipe(operands, tuple(steps))
 
 
 def is_free(op: ChainOp, nodes: Mapping[str, Node]) -> bool:

@@ -8,8 +8,11 @@ all ``linear``).
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -150,7 +153,16 @@ class Recipe:
 
     operands: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]
-    key: str = field(default="", compare=False)
+
+    @cached_property
+    def key(self) -> str:
+        """sha256 of all it says: the key of its trials, the same in every process."""
+        operands = [[o.shape, o.stride, str(o.dtype), o.device] for o in self.operands]
+        steps = [
+            [s.kind, [(r.kind, r.index) for r in s.inputs], s.shape, str(s.dtype), s.attrs]
+            for s in self.steps
+        ]
+        return hashlib.sha256(json.dumps([operands, steps]).encode()).hexdigest()
 
     @property
     def result(self) -> Step:

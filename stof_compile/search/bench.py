@@ -70,7 +70,13 @@ def candidate_of(template: str, config: Mapping[str, Any]) -> Candidate:
 
 
 class SegmentBench(Protocol):
-    """What the tuner needs of a bench; tests pass their own."""
+    """What the tuner needs of a bench; tests pass their own.
+
+    Attributes:
+        budget: seconds and trials left.
+    """
+
+    budget: Budget
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """Every candidate of the templates that accept a recipe; each template's first config
@@ -102,7 +108,8 @@ class DeviceBench:
         table: trials of this and other processes. budget: seconds and trials left.
         seed: of the random operands.
     Attributes:
-        measuring_s: seconds spent compiling, checking and timing candidates.
+        measuring_s: seconds spent compiling, checking and timing candidates. compiling_s: of
+            these, on candidates compiled side by side.
     """
 
     templates: Sequence[Template]
@@ -112,6 +119,7 @@ class DeviceBench:
     budget: Budget
     seed: int = 0
     measuring_s: float = 0.0
+    compiling_s: float = 0.0
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
@@ -158,7 +166,9 @@ class DeviceBench:
         if len(wanted) < 2 or self.device.type != "cuda":
             return
         with self._counted():
+            started = time.monotonic()
             self._compile_all(recipe, wanted)
+            self.compiling_s += time.monotonic() - started
         self._compiled |= {(recipe.key, c) for c in wanted}
 
     def _compile_all(self, recipe: Recipe, wanted: Sequence[Candidate]) -> None:

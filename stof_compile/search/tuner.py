@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
@@ -49,7 +49,8 @@ class TuningContext:
     """What all chains of one compile share.
 
     Args:
-        bench: takes the times. budget: seconds and trials left. store: choices kept on disk.
+        bench: takes the times. budget: seconds and trials left. budget_s: seconds the user gave
+            for the whole graph. store: choices kept on disk.
         plan: choices of the user, which win over everything. seed: of every random draw.
         forced: scheme code of the user in hexadecimal, "" where the search decides.
         measure: whether anything may be measured at all.
@@ -58,14 +59,18 @@ class TuningContext:
 
     bench: SegmentBench
     budget: Budget
+    budget_s: float = 0.0
     store: Store | None = None
     plan: Plan | None = None
     seed: int = 0
     forced: str = ""
     measure: bool = True
     progress: Progress = lambda what, best_us, trials: None
-    choices: dict[str, ChainPlan] = field(default_factory=dict)
     trials: int = 0
+
+    def use(self, budget: Budget) -> None:
+        """Go on with another budget: a slice of the whole, for one chain."""
+        self.budget = self.bench.budget = budget
 
 
 def chain_key(chain: OpChain) -> str:
@@ -107,8 +112,7 @@ def tune_chain(
         if held is not None:
             return held
         plan = problem.searched()
-        if not ctx.budget.spent:
-            ctx.store.put(STORE_KIND, key, plan.to_dict())
+        ctx.store.put(STORE_KIND, key, plan.to_dict())
     return plan
 
 
@@ -130,6 +134,8 @@ def _held(store: Store | None, key: str, problem: _ChainProblem) -> ChainPlan | 
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         log.warning("a stored scheme cannot be read (%r) and is searched anew", error)
         return None
+    if problem.ctx.budget_s > plan.unfinished_s > 0:
+        return None  # there is more time now: the search goes on with the trials it has
     difference = problem.difference(plan)
     if difference:
         log.warning("a stored scheme does not fit (%s) and is searched anew", difference)
@@ -161,7 +167,7 @@ class _ChainProblem:
         legality: Callable[[int, int], str | None],
         ctx: TuningContext,
     ) -> None:
-        self._gm, self._chain, self._ops, self._legality, self._ctx = gm, chain, ops, legality, ctx
+        self._gm, self._chain, self._ops, self._legality, self.ctx = gm, chain, ops, legality, ctx
         self._bench = ctx.bench
         self._recipes: dict[Span, Recipe | str] = {}
         self._spaces: dict[Span, list[Candidate]] = {}
@@ -206,14 +212,14 @@ class _ChainProblem:
 
     def searched(self) -> ChainPlan:
         """The scheme and the configs that the search finds."""
-        ctx = self._ctx
+        ctx = self.ctx
         initial = self._initial()
         first = self._stage1(initial)
         best = self._stage2(first)
         choices = [best[segment] for segment in first.segments]
         initial_best = [self._best_known(segment) for segment in initial.segments]
         initial_us = final_us = None
-        if not ctx.budget.spent and None not in (*choices, *initial_best):
+        if None not in (*choices, *initial_best):
             pairs = [
                 [(self._recipe(s), c) for s, c in zip(scheme.segments, chosen, strict=True)]
                 for scheme, chosen in ((initial, initial_best), (first, choices))
@@ -231,7 +237,11 @@ class _ChainProblem:
         if initial_us is not None and final_us is not None:
             reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
         plan = self._plan(first, choices, "measured", reason)
-        return replace(plan, initial=initial.hex, initial_us=initial_us, final_us=final_us)
+        unfinished_s = ctx.budget_s if ctx.budget.spent else 0.0
+        return replace(
+            plan, initial=initial.hex, initial_us=initial_us, final_us=final_us,
+            unfinished_s=unfinished_s,
+        )  # fmt: skip
 
     def difference(self, plan: ChainPlan) -> str:
         """Why a plan cannot be used here; empty when it can."""
@@ -261,7 +271,7 @@ class _ChainProblem:
         leads back to. Where the scheme of an alike chain is known, one search from there, with
         fewer samples.
         """
-        ctx, found = self._ctx, []
+        ctx, found = self.ctx, []
         starts, samples = [initial, Scheme.singletons(len(self._ops))], SAMPLES
         learned = self._learned.scheme(self._fingerprint, self._kinds)
         if learned is not None and fits(learned, len(self._ops)):
@@ -279,7 +289,7 @@ class _ChainProblem:
 
     def _stage2(self, scheme: Scheme) -> dict[Span, Candidate | None]:
         """Configs of the segments that have any, by reward-based sampling."""
-        ctx = self._ctx
+        ctx = self.ctx
         places = [s for s in scheme.segments if self._space(s)]
         spaces = [self._stage2_space(s) for s in places]
         if places:
@@ -345,7 +355,7 @@ class _ChainProblem:
             return [*drawn, learned]
         leading = list({c.template: c for c in reversed(space)}.values())[::-1]
         rest = [c for c in space if c not in leading]
-        generator = random.Random(f"{self._ctx.seed} {place} {len(space)}")
+        generator = random.Random(f"{self.ctx.seed} {place} {len(space)}")
         drawn += leading
         drawn += generator.sample(rest, min(len(rest), max(0, self._samples - len(drawn))))
         return drawn[: self._samples]
@@ -362,14 +372,14 @@ class _ChainProblem:
             self._interrupted()
             return math.inf
         if not known:
-            self._ctx.trials += 1
-            self._ctx.progress(self.name, self._best_cost(place), self._ctx.trials)
+            self.ctx.trials += 1
+            self.ctx.progress(self.name, self._best_cost(place), self.ctx.trials)
         return trial.cost_us
 
     def _interrupted(self) -> None:
         """Ctrl-C ends the tuning, not the compile."""
         log.warning("tuning interrupted: going on with the best that was measured")
-        self._ctx.budget.stop()
+        self.ctx.budget.stop()
 
     def _prepared(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         try:

@@ -69,7 +69,8 @@ def tuned(graph, chain, store=None, seconds=1000.0, legality=None, **bench):
     now = [0.0]
     table = TrialTable(store)
     fake = FakeBench(table, now, **bench)
-    ctx = TuningContext(fake, Budget(seconds, clock=lambda: now[0]), store)
+    fake.budget = Budget(seconds, clock=lambda: now[0])
+    ctx = TuningContext(fake, fake.budget, seconds, store)
     return tune_chain(graph.gm, chain, legality or (lambda a, b: None), ctx), fake, ctx
 
 
@@ -145,13 +146,16 @@ def test_the_store_answers_the_second_time(mlp, tmp_path):
     assert bound(again) == bound(first) and again.code == first.code
 
 
-def test_an_unfinished_search_keeps_its_trials_and_not_its_plan(mlp, tmp_path):
+def test_an_unfinished_search_goes_on_when_there_is_more_time(mlp, tmp_path):
     store = Store(tmp_path, "here")
-    _, bench, _ = tuned(*mlp, store=store, seconds=12.0)
-    again, rest, _ = tuned(*mlp, store=store)
-    assert again.source == "measured"
+    first, bench, _ = tuned(*mlp, store=store, seconds=12.0)
+    assert first.unfinished_s == 12.0
+    same, none, _ = tuned(*mlp, store=store, seconds=12.0)
+    assert same.source == "store" and none.asked == []
+    again, rest, _ = tuned(*mlp, store=store, seconds=1000.0)
+    assert again.source == "measured" and again.unfinished_s == 0
     done = {(r.key, c) for r, c in bench.asked}
-    assert not done & {(r.key, c) for r, c in rest.asked}
+    assert rest.asked and not done & {(r.key, c) for r, c in rest.asked}
 
 
 def test_interrupting_compiles_with_what_was_measured(mlp, monkeypatch):

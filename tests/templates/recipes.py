@@ -35,7 +35,7 @@ def linear_recipe(
         operands.append(spec(m, n, dtype=dtype))
         pair = (Ref("operand", len(operands) - 1), Ref("step", len(steps) - 1))
         steps.append(Step("add", pair, (m, n), dtype))
-    return Recipe(tuple(operands), tuple(steps), f"{m} {n} {k} {bias} {activation} {residual} {kn}")
+    return Recipe(tuple(operands), tuple(steps))
 
 
 def random_operands(recipe, device="cuda", seed=0):

@@ -1,0 +1,70 @@
+"""Runs commands of bench/run.py in one process, compiled by nobody: ``python THIS '[[...], ...]'``.
+
+Graphs run as they are, times are taken from few calls, and what would be a new process of
+``tuning`` runs here.
+"""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import firstcall
+import roofline
+import run
+import timing
+import tuning
+
+compile_for_real = torch.compile
+
+
+def compile_lightly(model=None, *, backend="eager", **options):
+    options.pop("mode", None)
+    if backend == "eager":
+        options.pop("options", None)
+    return compile_for_real(model, backend=backend, **options)
+
+
+def in_this_process(args, step, caches):
+    name = args.command
+    given = [name, "--device", args.device, "--seed", str(args.seed), "--out", str(args.out)]
+    given += ["--tune-budget", str(args.tune_budget), "--caches", str(caches), "--worker", step]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run.main(given)
+    (line,) = (x for x in printed.getvalue().splitlines() if x.startswith(firstcall.MARK))
+    return json.loads(line.removeprefix(firstcall.MARK))
+
+
+def few_calls(call, sets, device, budget_s):
+    return launch_time(call, sets, device, budget_s=0.0)
+
+
+def one_row(call, sets, device):
+    return back_to_back_us(call, sets, device, calls=1)
+
+
+launch_time, back_to_back_us = timing.launch_time, timing.back_to_back_us
+
+if __name__ == "__main__":
+    with (
+        mock.patch("torch.compile", compile_lightly),
+        mock.patch("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward),
+        mock.patch.object(tuning, "in_new_process", in_this_process),
+        mock.patch.object(timing, "launch_time", few_calls),
+        mock.patch.object(timing, "back_to_back_us", one_row),
+        mock.patch.object(
+            roofline, "measure_ceilings", lambda device: roofline.Ceilings("here", 0.01, 0.1)
+        ),
+    ):
+        for command in json.loads(sys.argv[1]):
+            try:
+                run.main(command)
+            except SystemExit as refused:
+                print(f"refused: {refused}", file=sys.stderr)

@@ -1,0 +1,134 @@
+"""Benchmarks of whole models: rows, resuming, summaries. No figure of these runs means anything."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+WAYS = ("compile-default", "flex-default", "stof-default", "stof-attention", "stof-fusion")
+RUN = {
+    "t5-tiny": WAYS,  # three kinds of attention, a learned bias
+    "llama-tiny": ("flex-default", "stof-default"),  # fewer key heads
+    "vit-tiny": ("compile-default", "flex-default", "stof-default"),  # no mask argument, ragged
+}
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Folder, stdout and stderr of one process that runs all commands: it takes seconds to start."""
+    folder = tmp_path_factory.mktemp("bench")
+    common = ["--device", "cpu", "--seed", "1", "--tune-budget", "0", "--caches", str(folder)]
+    e2e = ["e2e", *common, "--smoke", "--out", str(folder / "e2e.csv")]
+    tuning = ["tuning", *common, "--out", str(folder / "tuning.csv")]
+    commands = [
+        *([*e2e, "--peers", ",".join(peers), "--worker", f"{m}/1x100"] for m, peers in RUN.items()),
+        [*e2e, "--resume", "--cells", "1x100", "--model", "t5-base", "--peers", ",".join(WAYS)],
+        ["report", str(folder / "e2e.csv")],
+        [*tuning, "--worker", "bert-tiny/1x64"],
+        [*tuning, "--resume", "--models", "bert-tiny", "--cells", "1x64"],
+        [*e2e, "--model", "bert-bass", "--resume"],
+        [*e2e, "--peers", "nothing", "--resume"],
+    ]
+    script = ROOT / "tests" / "bench_without_inductor.py"
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(commands)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout, done.stderr
+
+
+def test_whole_models_under_every_form_of_mask(ran):
+    folder, stdout, stderr = ran
+    rows = rows_of(folder / "e2e.csv")
+    assert [(r["model"], r["peer"]) for r in rows] == [
+        (model, way) for model, ways in RUN.items() for way in ways
+    ]
+    for row in rows:
+        assert float(row["rms_rel"]) < 1e-6  # all compute one function
+        assert float(row["floor_us"]) > 0
+        assert (row["cell"], row["seq"]) == (
+            "1x100",
+            "101" if row["model"] == "vit-tiny" else "100",
+        )
+    assert "e2e on cpu: 0 cells to run" in stderr
+    assert "STOF against the best peer, launches included: geometric mean" in stdout
+    assert "t5-tiny 1x100" in stdout
+
+
+def test_cost_of_tuning(ran):
+    folder, _, stderr = ran
+    (row,) = rows_of(folder / "tuning.csv")
+    assert (row["model"], row["cell"], row["trials"]) == ("bert-tiny", "1x64", "0")
+    assert 0 < float(row["tuning_s"]) < float(row["cold_s"])
+    assert float(row["warm_extra_s"]) == pytest.approx(
+        float(row["warm_s"]) - float(row["plain_warm_s"]), rel=0.01, abs=1e-3
+    )
+    assert "tuning on cpu: 0 cells to run" in stderr
+
+
+def test_unknown_names_are_refused(ran):
+    _, _, stderr = ran
+    assert "refused: no model 'bert-bass' in the zoo; did you mean 'bert-base'" in stderr
+    assert "refused: no way nothing; ways: compile-default" in stderr
+
+
+# -- summaries -------------------------------------------------------------------------------------
+
+
+def row(model, cell, peer, graph_us, median_us):
+    return {
+        "model": model, "cell": cell, "seq": cell.split("x")[1], "peer": peer,
+        "graph_us": str(graph_us), "median_us": str(median_us), "floor_us": "50",
+        "device": "NVIDIA H200", "torch": "2", "transformers": "5", "stof": "0", "mask": "bigbird",
+        "dtype": "float16", "rms_rel": "0.001", "compile_s": "3",
+    }  # fmt: skip
+
+
+ROWS = [
+    row("bert-base", "1x128", "compile-default", 200, 900),
+    row("bert-base", "1x128", "compile-ro", "", 300),
+    row("bert-base", "1x128", "compile-max-autotune", 180, 950),
+    row("bert-base", "1x128", "flex-default", 160, 800),
+    row("bert-base", "1x128", "stof-default", 100, 700),
+    row("bert-base", "1x128", "stof-ro", "", 150),
+    row("bert-base", "1x128", "stof-fusion", 90, 100),
+    row("gpt2", "8x512", "compile-default", 400, 500),
+    row("gpt2", "8x512", "stof-default", 100, 1000),
+]
+
+
+@pytest.fixture
+def stats(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import e2e_stats
+
+    return e2e_stats
+
+
+def test_best_times_of_a_cell(stats):
+    first, second = stats.compare(ROWS, stats.replayed)
+    assert first.cell == "bert-base 1x128"
+    assert first.peers == {"torch.compile": 180.0, "expert flex": 160.0}
+    assert (first.stof, first.best_ratio) == (100.0, 1.6)  # the ablation does not count
+    assert second.best_ratio == 4.0  # FlexAttention has no row there
+    (launched, _) = stats.compare(ROWS, stats.launched)
+    assert launched.peers["torch.compile"] == 300.0 and launched.stof == 150.0
+
+
+def test_means_and_the_worst_cell(stats):
+    text = stats.e2e_summary(ROWS)
+    assert "STOF against the best peer, graph replay: geometric mean 2.53x over 2 cells" in text
+    assert "worst 1.60x in bert-base 1x128" in text
+    assert "launches included: geometric mean 1.00x over 2 cells, worst 0.50x in gpt2 8x512" in text
+    assert "nan" not in text
