@@ -38,15 +38,15 @@ def linear_chain_kernel(
         first_m = row * BLOCK_M
         first_h = column * BLOCK_H
         STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-        sums = tile_sums(
+        hidden_sums = tile_sums(
             x, w1, first_m, first_h, row * 0, STEPS, M, stride_x, stride_w1, H, K, W1_KN, BLOCK_M,
             BLOCK_H, BLOCK_K, EVEN_M, EVEN_H, EVEN_K1, PRECISION,
         )  # fmt: skip
         if HAS_B1:
-            sums += load_row(b1, first_h, H, BLOCK_H, EVEN_H).to(tl.float32)[None, :]
+            hidden_sums += load_row(b1, first_h, H, BLOCK_H, EVEN_H).to(tl.float32)[None, :]
         HALF: tl.constexpr = hidden.dtype.element_ty.primitive_bitwidth == 16
-        sums = activate(sums, ACTIVATION, HALF)
-        write_tile(sums, first_m, first_h, hidden, M, H, BLOCK_M, BLOCK_H, EVEN_M, EVEN_H)
+        hidden_sums = activate(hidden_sums, ACTIVATION, HALF)
+        write_tile(hidden_sums, first_m, first_h, hidden, M, H, BLOCK_M, BLOCK_H, EVEN_M, EVEN_H)
         # every tile of the result in these rows has a flag of its own for this tile
         hand_over(hidden_flags + row * (TILES_N * TILES_H) + column, TILES_N, READERS, TILES_H)
     else:

@@ -52,7 +52,7 @@ class FusionResult:
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
         seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
-            compiling_s: of these, spent compiling ahead.
+            compiling_s: of these, spent waiting for the processes that compile.
     """
 
     chains: dict[str, ChainPlan] = field(default_factory=dict)

@@ -23,5 +23,5 @@ def record_fusion(result: FusionResult, record: Record) -> None:
     if result.trials:
         record.notes.append(
             f"fusion measured {result.trials} candidates in {result.measuring_s:.1f} s, of which "
-            f"{result.compiling_s:.1f} s compiling side by side"
+            f"{result.compiling_s:.1f} s waiting for compilers"
         )

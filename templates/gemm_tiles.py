@@ -175,7 +175,7 @@ def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
     threads = 32 * tile.num_warps
     sums = product.sums * tile.block_m * tile.block_n // threads
     if product.exact_fp32:
-        return 3 * sums + 48
+        return 3 * sums + 48 + 24 * (product.sums - 1)
     if _group_products(tile, product, device):
         return sums + 56
     operands = (tile.block_m + product.sums * tile.block_n) * 16 // threads // 2

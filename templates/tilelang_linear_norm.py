@@ -37,7 +37,7 @@ MAX_WIDTH = 1024
 _WIDTH_STEP = 64  # eight warps side by side, each with at least 8 columns
 _MAX_TILES = 4  # (block_m, threads) offered for one recipe, each with several pipelines
 _DEPTH = range(96, 256 + 1)  # elements of depth on their way
-_DEPTH_AT_LEAST = range(48, 256 + 1)  # where shared memory has no room for that
+_DEPTH_AT_LEAST = range(32, 256 + 1)  # where shared memory has no room for that
 # Sums of a row block that a thread keeps: a warp group of Hopper reads its operands from shared
 # memory and has more registers left.
 _MAX_SUMS, _MAX_SUMS_HOPPER = 128, 192

@@ -96,7 +96,7 @@ class Spine:
         if len(operands) == 1:
             return replace(layer, bias=self.added(1, width))
         if prod(self._operand(operands[1]).shape) != width:
-            raise Refused(f"the bias is {list(weight.shape)}, not a vector")
+            raise Refused(f"operand {operands[1]} is added as a bias, but is no vector of {width}")
         return replace(layer, bias=operands[1])
 
     def activation(self) -> str:

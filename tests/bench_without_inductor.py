@@ -1,7 +1,7 @@
 """Runs commands of bench/run.py in one process, compiled by nobody: ``python THIS '[[...], ...]'``.
 
-Graphs run as they are, times are taken from few calls, and what would be a new process of
-``tuning`` runs here.
+STOF's graphs run as they are and its peers eagerly, times are taken from few calls, and what would
+be a new process of ``tuning`` runs here.
 """
 
 import contextlib
@@ -24,11 +24,8 @@ import tuning
 compile_for_real = torch.compile
 
 
-def compile_lightly(model=None, *, backend="eager", **options):
-    options.pop("mode", None)
-    if backend == "eager":
-        options.pop("options", None)
-    return compile_for_real(model, backend=backend, **options)
+def compile_only_stof(model, *, backend="inductor", **options):
+    return compile_for_real(model, backend="stof", **options) if backend == "stof" else model
 
 
 def in_this_process(args, step, caches):
@@ -54,7 +51,7 @@ launch_time, back_to_back_us = timing.launch_time, timing.back_to_back_us
 
 if __name__ == "__main__":
     with (
-        mock.patch("torch.compile", compile_lightly),
+        mock.patch("torch.compile", compile_only_stof),
         mock.patch("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward),
         mock.patch.object(tuning, "in_new_process", in_this_process),
         mock.patch.object(timing, "launch_time", few_calls),

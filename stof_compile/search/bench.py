@@ -2,8 +2,7 @@
 
 A candidate is a template with a config, or "inductor": the segment as the rest of the graph would
 run it without us. Both are checked against the fp64 reference before they are timed, on operands
-made from the recipe alone, in as many copies as the last-level cache cannot hold: in a model the
-weights of a layer come from memory.
+made from the recipe alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -33,6 +32,7 @@ from stof_compile.measure import (
     time_callable,
     time_in_turns,
 )
+from stof_compile.search.compile_pool import CompilePool, Job, worker_count
 from stof_compile.search.library import library_call
 from stof_compile.search.trial import Trial, TrialTable
 from stof_compile.templates.base import Template
@@ -47,7 +47,6 @@ TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
 FINAL_S = 0.1
 ROUND_S = 0.02
 MAX_SETS = 64
-MAX_SET_BYTES = 1 << 31  # of all copies of a segment's operands together
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
 
 
@@ -109,7 +108,7 @@ class DeviceBench:
         seed: of the random operands.
     Attributes:
         measuring_s: seconds spent compiling, checking and timing candidates. compiling_s: of
-            these, on candidates compiled side by side.
+            these, waiting for workers.
     """
 
     templates: Sequence[Template]
@@ -123,7 +122,8 @@ class DeviceBench:
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
-    _compiled: set[tuple[str, Candidate]] = field(default_factory=set)
+    _compiling: dict[tuple[str, Candidate], Future[str]] = field(default_factory=dict)
+    _pool: CompilePool | None = None
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """See :class:`SegmentBench`."""
@@ -150,50 +150,45 @@ class DeviceBench:
         return self.table.known(recipe.key, candidate.template, candidate.settings)
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
-        """Compile candidates side by side and run each once.
-
-        In threads: Triton's passes, LLVM and the assembler run outside of Python's lock, and what
-        they compile is then known to the process that times it. A failure shows again, and is
-        recorded, when the candidate is measured.
-        """
+        """Have candidates compiled by the pool; each is waited for when it is measured."""
         wanted = [
             c
             for c in candidates
             if c.template != LIBRARY
-            and (recipe.key, c) not in self._compiled
+            and (recipe.key, c) not in self._compiling
             and self.known(recipe, c) is None
         ]
-        if len(wanted) < 2 or self.device.type != "cuda":
+        if not wanted or self.device.type != "cuda" or self.budget.spent:
             return
-        with self._counted():
-            started = time.monotonic()
-            self._compile_all(recipe, wanted)
-            self.compiling_s += time.monotonic() - started
-        self._compiled |= {(recipe.key, c) for c in wanted}
+        if self._pool is None:
+            self._pool = CompilePool(worker_count())
+        if not self._pool.alive:
+            return
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        cache_dir = os.environ.get("TRITON_CACHE_DIR")
+        for c in wanted:
+            job = Job(recipe, c.template, c.config, f"cuda:{index}", cache_dir)
+            self._compiling[recipe.key, c] = self._pool.submit(job)
 
-    def _compile_all(self, recipe: Recipe, wanted: Sequence[Candidate]) -> None:
-        operands = self._sets(recipe)[0]
-
-        def warm(candidate: Candidate) -> None:
-            if self.budget.spent:
+    def _await_compiled(self, recipe: Recipe, candidate: Candidate) -> None:
+        """Wait until the pool has compiled a candidate, or has failed to; then it fails again, and
+        is recorded, where it is measured.
+        """
+        future = self._compiling.get((recipe.key, candidate))
+        if future is None:
+            return
+        started = time.monotonic()
+        while not future.done():
+            if self._pool is None or not self._pool.alive or self.budget.spent:
                 return
-            with torch.cuda.device(self.device), torch.no_grad():
-                stream = torch.cuda.Stream()
-                with torch.cuda.stream(stream):
-                    try:
-                        self._call(recipe, candidate)(*operands)
-                        stream.synchronize()
-                    except Exception as failure:  # recorded as a trial when it is measured
-                        log.debug("%s failed to compile: %r", candidate, failure)
-
-        workers = min(len(wanted), os.cpu_count() or 1, 16)
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(warm, wanted))
+            wait([future], timeout=0.05)
+        self.compiling_s += time.monotonic() - started
 
     def trial(self, recipe: Recipe, candidate: Candidate) -> Trial:
         """See :class:`SegmentBench`."""
 
         def run() -> tuple[ErrorReport, Timing | None]:
+            self._await_compiled(recipe, candidate)
             call = self._call(recipe, candidate)
             sets = self._sets(recipe)
             report = self._check(recipe, call, sets[0])
@@ -250,7 +245,10 @@ class DeviceBench:
         return taken
 
     def release(self) -> None:
-        """Give the memory of operands and references back."""
+        """Give the memory of operands and references back, and end the workers."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         self._operands.clear()
         self._references.clear()
 
@@ -280,20 +278,34 @@ class DeviceBench:
             return check_close(out, self._references[recipe.key], recipe.result.dtype, scale)
 
     def _sets(self, recipe: Recipe) -> list[tuple[Tensor, ...]]:
+        """Operands to rotate over: weights of their own in each set, all else shared.
+
+        In a model a weight comes from memory, since a pass over the others has gone through the
+        cache; what the op before has written is still there, as far as it fits.
+        """
         if recipe.key not in self._operands:
             while len(self._operands) > 3:
                 self._operands.pop(next(iter(self._operands)))
-            one = max(recipe.nbytes, 1)
+            weights = {
+                step.inputs[1].index
+                for step in recipe.steps
+                if step.kind == "linear" and step.inputs[1].kind == "operand"
+            }
+            one = sum(recipe.operands[i].nbytes for i in weights)
             wanted = 3 * self.facts.l2_bytes if self.facts.is_cuda else 0
-            count = max(1, min(MAX_SETS, math.ceil(wanted / one), MAX_SET_BYTES // one))
+            count = max(1, min(MAX_SETS, math.ceil(wanted / one))) if one else 1
             with self._modes():
                 generator = torch.Generator(self.device).manual_seed(self.seed)
-                self._operands[recipe.key] = [
+                first = tuple(
+                    random_operand(recipe, i, self.device, generator)
+                    for i in range(len(recipe.operands))
+                )
+                self._operands[recipe.key] = [first] + [
                     tuple(
-                        random_operand(recipe, i, self.device, generator)
-                        for i in range(len(recipe.operands))
+                        random_operand(recipe, i, self.device, generator) if i in weights else value
+                        for i, value in enumerate(first)
                     )
-                    for _ in range(count)
+                    for _ in range(count - 1)
                 ]
         return self._operands[recipe.key]
 

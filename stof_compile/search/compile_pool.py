@@ -1,0 +1,116 @@
+"""Processes that compile candidates ahead of the one that times them.
+
+Triton keeps what it compiles on disk, under a key of source, arguments and options. A worker makes
+the same call as the timing process with launches switched off, so that the timing process finds
+every kernel there. Workers are plain ``python -m`` processes: nothing of the user's program is
+imported again. They are an optimisation only: what a worker cannot do, the timing process does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from stof_compile.fusion.recipe import Recipe
+
+log = logging.getLogger("stof_compile")
+
+WORKER_MODULE = "stof_compile.search.compile_worker"
+MAX_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """One candidate to compile.
+
+    Args:
+        recipe, template, config: what. device: "cuda:<n>". cache_dir: value of TRITON_CACHE_DIR in
+            the timing process, None where it is not set.
+    """
+
+    recipe: Recipe
+    template: str
+    config: tuple[tuple[str, Any], ...]
+    device: str
+    cache_dir: str | None
+
+
+class CompilePool:
+    """Workers and the jobs they still have to do.
+
+    Args:
+        workers: how many; they are started at once and take jobs when they are ready.
+        command: how a worker is started; tests pass their own.
+    """
+
+    def __init__(self, workers: int, command: list[str] | None = None) -> None:
+        self._jobs: SimpleQueue[tuple[Job, Future[str]] | None] = SimpleQueue()
+        self._closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        started = command or [sys.executable, "-m", WORKER_MODULE]
+        for _ in range(workers):
+            process = subprocess.Popen(
+                started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            thread = threading.Thread(target=self._serve, args=(process,), daemon=True)
+            self._processes.append(process)
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, job: Job) -> Future[str]:
+        """Queue a job; its result is "" or why it failed. Cancelled futures are skipped."""
+        future: Future[str] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    @property
+    def alive(self) -> bool:
+        """Whether any worker is left."""
+        return not self._closed and any(process.poll() is None for process in self._processes)
+
+    def close(self) -> None:
+        """End the workers; jobs not begun are dropped."""
+        self._closed = True
+        for process in self._processes:
+            process.kill()
+        for _ in self._processes:
+            self._jobs.put(None)
+        for process in self._processes:
+            process.wait()
+
+    def _serve(self, process: subprocess.Popen[bytes]) -> None:
+        """Give one worker a job after the other."""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            pickle.load(process.stdout)  # it says that it is ready
+        except (EOFError, OSError, pickle.UnpicklingError):
+            log.debug("a compile worker did not start")
+            return
+        while not self._closed:
+            item = self._jobs.get()
+            if item is None:
+                return
+            job, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                pickle.dump(job, process.stdin)
+                process.stdin.flush()
+                future.set_result(str(pickle.load(process.stdout)))
+            except (EOFError, OSError, pickle.UnpicklingError) as failure:
+                future.set_result(f"the worker ended: {failure!r}")
+                return
+
+
+def worker_count() -> int:
+    """Workers for this machine: one for each core but one, at most :data:`MAX_WORKERS`."""
+    return max(0, min(MAX_WORKERS, len(os.sched_getaffinity(0)) - 1))

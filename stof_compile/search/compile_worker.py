@@ -1,0 +1,74 @@
+"""One worker of ``compile_pool``: reads jobs from its input, answers on its output.
+
+Both carry pickles; the first answer says that the worker is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import Any, BinaryIO
+
+import torch
+
+from stof_compile.search.compile_pool import Job
+from stof_compile.templates import TEMPLATES
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    # what a library prints must not end up among the answers
+    answers: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _launch_nothing()
+    _answer(answers, "ready")
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _answer(answers, run(job))
+
+
+def run(job: Job) -> str:
+    """Compile one candidate; returns "" or why it failed."""
+    if job.cache_dir is not None:
+        os.environ["TRITON_CACHE_DIR"] = job.cache_dir
+    try:
+        (template,) = (t for t in TEMPLATES if t.name == job.template)
+        device = torch.device(job.device)
+        operands = [
+            torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device=device)
+            for o in job.recipe.operands
+        ]
+        with torch.no_grad():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            template.build(job.recipe, dict(job.config)).run(operands)
+    except Exception as failure:  # told to the pool: the candidate is compiled where it is timed
+        return f"{type(failure).__name__}: {failure}"
+    return ""
+
+
+def _launch_nothing() -> None:
+    """Make every Triton launch of this process a compilation only."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:  # no Triton, no kernels
+        return
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+
+
+def _answer(answers: BinaryIO, value: str) -> None:
+    pickle.dump(value, answers)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
