@@ -73,10 +73,13 @@ def e2e_summary(rows: Sequence[Row]) -> str:
 def comparison(rows: Sequence[Row]) -> str:
     """STOF against the best of each group of peers per cell; means and the worst cell.
 
-    First by replay of CUDA graphs, then with launches, where every way has its best mode.
+    First by replay of CUDA graphs (on a CPU there is none), then with launches, where every way
+    has its best mode.
     """
     lines = []
-    for title, time in (("graph replay", replayed), ("launches included", launched)):
+    on_gpu = any(row["device"].startswith("NVIDIA") for row in rows)
+    graphs: list[tuple[str, Time]] = [("graph replay", replayed)] if on_gpu else []
+    for title, time in (*graphs, ("launches included", launched)):
         found = compare(rows, time)
         lines += [f"best times, {title}, ms:", *_table(found), *_means(found, title), ""]
     return "\n".join(lines).rstrip()
@@ -125,6 +128,9 @@ def _means(found: Sequence[Compared], title: str) -> list[str]:
     against = {name: {c.cell: c.ratio(name) for c in found} for name in PEERS}
     against["the best peer"] = {c.cell: c.best_ratio for c in found}
     lines = []
+    missing = [c.cell for c in found if not math.isfinite(c.stof)]
+    if missing:
+        lines.append(f"no time of STOF, {title}, in {len(missing)} cells: {', '.join(missing)}")
     for name, ratios in against.items():
         held = {cell: ratio for cell, ratio in ratios.items() if math.isfinite(ratio)}
         if held:

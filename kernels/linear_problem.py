@@ -1,7 +1,7 @@
 """Argument checks and launch facts that the launchers of linear layers share."""
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ def ensure_scratch_allocator() -> None:
     import triton
     from triton.runtime import _allocation
 
-    held = getattr(_allocation, "_allocator", None)
+    held: Any = getattr(_allocation, "_allocator", None)
     current = held.get() if hasattr(held, "get") else held
     if isinstance(current, getattr(_allocation, "NullAllocator", type(None))):
         triton.set_allocator(

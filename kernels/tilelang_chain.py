@@ -124,7 +124,7 @@ def chain_program(problem: ChainProblem, config: ChainConfig, capability: tuple[
     block_m, block_h, block_n, block_k, threads, stages = config
     half = NAMES[str(dtype)]
     steps, chunks = -(-k // block_k), -(-hidden // block_h)
-    active = activation != ""
+    active, ragged = activation != "", hidden % block_h != 0
 
     @T.prim_func
     def tile_chain(
@@ -164,6 +164,10 @@ def chain_program(problem: ChainProblem, config: ChainConfig, capability: tuple[
                 if active:
                     for i, j in T.Parallel(block_m, block_h):
                         acc1[i, j] = activate(acc1[i, j], activation)
+                if ragged:  # a row with inf has NaN past the last column, which would spread
+                    for i, j in T.Parallel(block_m, block_h):
+                        inside = chunk * block_h + j < hidden
+                        acc1[i, j] = T.Select(inside, acc1[i, j], T.float32(0.0))
                 T.copy(acc1, hidden_tile[chunk, :, :])
 
             # -- second layer --------------------------------------------------------------

@@ -97,9 +97,7 @@ def linear_forward(
 
 
 @cache
-def linear_kernel(
-    problem: LinearProblem, config: LinearConfig, capability: tuple[int, int]
-) -> Any:
+def linear_kernel(problem: LinearProblem, config: LinearConfig, capability: tuple[int, int]) -> Any:
     """The compiled program of a problem (see ``compile_program``); needs no GPU."""
     return compile_program(linear_program(problem, config, capability), capability)
 

@@ -6,6 +6,7 @@ compare with the graph as it was -> Inductor -> dump.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -32,7 +33,7 @@ from stof_compile.emit import erase_unused
 from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
 from stof_compile.folded import FoldedBuffers
-from stof_compile.fuse import FusionResult, fuse_operators
+from stof_compile.fuse import FusionResult, compilers_for, fuse_operators
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
@@ -140,18 +141,22 @@ def _rewrite(
     environment = environment_key(device_facts(facts.device))
     store = Store(opts.cache_dir or default_root(), environment)
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
+    identity = hashlib.sha256(record.graphs["captured"].encode()).hexdigest()
     ctx = LoweringContext(facts, opts, store, Budget(opts.tune_budget_s), plan, {})
-    reports = lower_attention(gm, sites, resolved, ctx)
-    erase_unused(gm.graph)  # views and mask parts written for sites that stayed
-    record_sites(reports, record)
     fusion = None
-    if opts.fusion != "off":
-        fusion = fuse_operators(gm, facts, opts, store, ctx.budget, plan)
-        record_fusion(fusion, record)
-        if not facts.grad_enabled:
-            shortened = shorten_gelu(gm)
-            if shortened:
-                record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
+    with compilers_for(gm, facts, opts, store, identity) as compilers:
+        reports = lower_attention(gm, sites, resolved, ctx)
+        erase_unused(gm.graph)  # views and mask parts written for sites that stayed
+        record_sites(reports, record)
+        if opts.fusion != "off":
+            fusion = fuse_operators(
+                gm, facts, opts, store, ctx.budget, plan, compilers=compilers, identity=identity
+            )
+            record_fusion(fusion, record)
+    if opts.fusion != "off" and not facts.grad_enabled:
+        shortened = shorten_gelu(gm)
+        if shortened:
+            record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
     folded = facts.static.folded.union(*(report.folded for report in reports))
     made = Plan(environment, dict(ctx.choices))
     if fusion is not None:

@@ -98,9 +98,7 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
     )
     tune.add_argument("--dtype", choices=DTYPES, help="default float16 on cuda, else float32")
     tune.add_argument("--device", help="cpu or cuda; default: cuda if there is one")
-    tune.add_argument(
-        "--mode", choices=[mode for mode in MODES if mode], help="Inductor's mode; default default"
-    )
+    tune.add_argument("--mode", choices=[mode for mode in MODES if mode], help="Inductor's mode")
     tune.add_argument(
         "--budget",
         type=float,

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
 from stof_compile.device import DeviceFacts, device_facts
 from stof_compile.errors import StofOptionError, StofPlanError
+from stof_compile.fold_transpose import fold_transposes
 from stof_compile.fusion.chain import OpChain, find_chains
 from stof_compile.fusion.legality import segment_refusal
 from stof_compile.fusion.op_list import op_list, span
@@ -29,15 +31,20 @@ from stof_compile.options import StofOptions
 from stof_compile.packing import PackedWeights, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
+from stof_compile.progress import tuning_progress
 from stof_compile.search.bench import LIBRARY, DeviceBench
+from stof_compile.search.compile_pool import CompilePool, worker_count
 from stof_compile.search.pack_choice import choose_packs
 from stof_compile.search.trial import TrialTable
-from stof_compile.search.tuner import TuningContext, chain_key, tune_chain
+from stof_compile.search.tuner import ChainTuner, TuningContext, chain_key
 from stof_compile.store import Store
 from stof_compile.templates import TEMPLATES
 from stof_compile.templates.base import Template
 
 logger = logging.getLogger("stof_compile")
+
+TUNED_KIND = "tuned"  # of the store: graphs that were tuned before
+SEARCH_SHARE = 0.93  # of the seconds left when fusion begins
 
 
 @dataclass
@@ -48,6 +55,7 @@ class FusionResult:
         chains: chain key -> plan, of the chains where a template was considered.
         packs: pack key -> decision.
         segments: segments replaced by a template.
+        folded: copies of transposed operands that products now read through strides.
         packed: keeps packed weights equal to the originals; None where nothing is packed.
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
@@ -58,6 +66,7 @@ class FusionResult:
     chains: dict[str, ChainPlan] = field(default_factory=dict)
     packs: dict[str, PackPlan] = field(default_factory=dict)
     segments: int = 0
+    folded: int = 0
     packed: PackedWeights | None = None
     trials: int = 0
     refusal: str = ""
@@ -68,7 +77,8 @@ class FusionResult:
     @property
     def changed(self) -> bool:
         """Whether the graph is another one than before."""
-        return self.segments > 0 or any(pack.packed for pack in self.packs.values())
+        packed = any(pack.packed for pack in self.packs.values())
+        return self.segments > 0 or self.folded > 0 or packed
 
 
 def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
@@ -87,6 +97,30 @@ def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
     return ""
 
 
+@contextmanager
+def compilers_for(
+    gm: GraphModule, facts: CaptureFacts, opts: StofOptions, store: Store, identity: str
+) -> Iterator[CompilePool | None]:
+    """Start the processes that compile candidates, so that they are ready when fusion begins.
+
+    They end with the context at the latest.
+
+    Args:
+        identity: names the captured graph. One that was tuned before measures little or nothing,
+            and gets its processes only if it asks for them.
+    """
+    measured = opts.fusion == "auto" and opts.tune_budget_s > 0 and opts.plan is None
+    known = store.get(TUNED_KIND, identity) is not None
+    if not measured or known or facts.device.type != "cuda" or fusion_refusal(gm, facts):
+        yield None
+        return
+    pool = CompilePool(worker_count())
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
 def fuse_operators(
     gm: GraphModule,
     facts: CaptureFacts,
@@ -94,9 +128,14 @@ def fuse_operators(
     store: Store | None,
     budget: Budget,
     plan: Plan | None,
+    *,
+    compilers: CompilePool | None = None,
+    identity: str = "",
 ) -> FusionResult:
     """Fuse the operators of a graph in place.
 
+    Args:
+        compilers: from :func:`compilers_for`. identity: as there.
     Raises:
         StofPlanError: the user's plan does not fit the graph.
         StofOptionError: ``fusion`` is a scheme code that fits no chain.
@@ -108,19 +147,26 @@ def fuse_operators(
     device = device_facts(facts.device)
     templates = tuple(t for t in TEMPLATES if device.kind in t.device_kinds)
     bench = DeviceBench(
-        templates, device, facts.device, TrialTable(store, strict=False), budget, opts.seed
+        templates, device, facts.device, TrialTable(store), budget, opts.seed, pool=compilers
     )
     forced = opts.fusion if opts.fusion not in ("auto", "off") else ""
+    # what follows the search (choosing, comparing whole schemes) has to fit into the budget too
+    budget = budget.slice(SEARCH_SHARE)
+    bench.budget = budget
     ctx = TuningContext(
         bench, budget, opts.tune_budget_s, store, plan, opts.seed, forced,
         measure=opts.tune_budget_s > 0,
     )  # fmt: skip
     try:
-        _pack_projections(gm, facts, ctx, device, result)
-        _fuse_chains(gm, facts, ctx, templates, device, result)
+        with tuning_progress(budget) as ctx.progress:
+            result.folded = fold_transposes(gm, facts)
+            _pack_projections(gm, facts, ctx, device, result)
+            _fuse_chains(gm, facts, ctx, templates, device, result)
     finally:
         bench.release()
     result.trials = ctx.trials
+    if store is not None and identity and result.trials:
+        store.put(TUNED_KIND, identity, {"trials": result.trials})
     result.seconds = time.monotonic() - started
     result.measuring_s, result.compiling_s = bench.measuring_s, bench.compiling_s
     if plan is not None:
@@ -163,16 +209,20 @@ def _fuse_chains(
         alike.setdefault(chain_key(chain), []).append(chain)
     # the heaviest first, each with its share of the time that is left
     weights = {key: _weight(places) for key, places in alike.items()}
+    tuners = [
+        ChainTuner(gm, alike[key][0], partial(_legality, alike[key][0], gm, facts), ctx)
+        for key in sorted(alike, key=lambda key: -weights[key])
+    ]
+    for tuner in tuners:
+        tuner.compile_ahead()
     whole = ctx.budget
-    for key in sorted(alike, key=lambda key: -weights[key]):
-        places = alike[key]
-        first = places[0]
-        legality = partial(_legality, first, gm, facts)
-        ctx.use(whole.slice(weights[key] / sum(weights.values())))
-        chosen = tune_chain(gm, first, legality, ctx)
-        del weights[key]
+    for tuner in tuners:
+        ctx.use(whole.slice(weights[tuner.key] / sum(weights.values())))
+        chosen = tuner.choose()
+        del weights[tuner.key]
         if chosen is not None:
-            result.chains[key] = replace(chosen, count=len(places))
+            result.chains[tuner.key] = replace(chosen, count=len(alike[tuner.key]))
+    ctx.use(whole)
     named = {template.name: template for template in templates}
     calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
     for key, chosen in result.chains.items():

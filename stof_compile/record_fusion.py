@@ -18,6 +18,8 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         return
     record.chains = sorted(result.chains.values(), key=lambda chain: -chain.count)
     record.packs = list(result.packs.values())
+    if result.folded:
+        record.notes.append(f"copies of transposed operands folded into products: {result.folded}")
     record.timings_s["fusion"] = result.seconds
     record.timings_s["measuring"] = result.measuring_s
     if result.trials:

@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult:
     check_settings(settings)
     with torch.no_grad():
         subject = make_subject(settings)
-        rule = mask_rule(settings.mask, settings.seq or subject.tokens)
+        rule = mask_rule(settings.mask, subject.tokens or settings.seq)
         out = settings.out or Path(f"{subject.name}.plan.json")
         _describe(console, settings, subject)
         with _dump_folder(settings.dump_dir) as dump_dir, _shown():
@@ -176,13 +177,7 @@ def _print_result(console: Console, result: TuneResult, settings: TuneSettings) 
         if len(graphs) > 1:
             say(console, f"graph {number}:")
         print_graph(console, record)
-    tuning = sum(record.timings_s.get("stof", 0.0) for record in graphs)
-    say(
-        console,
-        f"{result.trials} candidates of fusion measured; {tuning:.1f} s in STOF's passes, search "
-        f"included, {result.seconds - tuning:.1f} s compiling and running, {result.seconds:.1f} s "
-        "in all",
-    )
+    say(console, _spent(result))
     if len(plans) > 1:
         say(
             console,
@@ -196,4 +191,19 @@ def _print_result(console: Console, result: TuneResult, settings: TuneSettings) 
         console,
         f"plan: {plans[0]}; torch.compile(model, backend='stof', options={{'plan': "
         f"'{plans[0]}'{rule}}}) follows it without a search",
+    )
+
+
+def _spent(result: TuneResult) -> str:
+    steps = Counter[str]()
+    for record in result.explanation.graphs:
+        steps.update(record.timings_s)
+    tuning = f"{steps['stof']:.1f} s tuning"
+    if "fusion" in steps:
+        tuning += (
+            f" ({steps['fusion']:.1f} s operators, {steps['measuring']:.1f} s of it measuring)"
+        )
+    return (
+        f"{result.trials} candidates of fusion measured; {tuning}, {steps['inductor']:.1f} s in "
+        f"Inductor, {result.seconds:.1f} s in all"
     )

@@ -135,17 +135,19 @@ def _from_function(settings: TuneSettings) -> Subject:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise StofOptionError(f"{where}: {module_name} cannot be imported: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise StofOptionError(f"{where}: {module_name} has no function {function_name!r}")
-    needed = [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise StofOptionError(f"{where}: it must take no arguments, it wants {', '.join(needed)}")
-    made = function()
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise StofOptionError(f"{where}: {module_name} has no function {function_name!r}")
+        needed = [
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if needed:
+            raise StofOptionError(
+                f"{where}: it must take no arguments, it wants {', '.join(needed)}"
+            )
+        made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise StofOptionError(
             f"{where} must return (model, inputs), inputs a dict of keyword arguments or a tuple "
@@ -160,12 +162,12 @@ def _from_function(settings: TuneSettings) -> Subject:
 
 @contextmanager
 def _working_directory_on_path() -> Iterator[None]:
-    before = list(sys.path)  # a console script has its own folder there, not the user's
-    sys.path.insert(0, str(Path.cwd()))
+    folder = str(Path.cwd())  # a console script has its own folder there, not the user's
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path.remove(folder)
 
 
 def _sizes(settings: TuneSettings) -> tuple[int, int]:

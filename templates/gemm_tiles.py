@@ -149,6 +149,13 @@ def unfit(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     sums = product.sums * tile.block_m * tile.block_n // (32 * tile.num_warps)
     if sums >= 128 and loads > 16 and not tile.persistent:
         return f"the addresses of {loads} loads a thread do not fit beside {sums} sums"
+    if (
+        sums >= 128
+        and product.sums > 1
+        and tile.block_k > 32
+        and not _group_products(tile, product, device)
+    ):
+        return f"the operands of two products do not fit beside {sums} sums a thread"
     return None
 
 
@@ -226,6 +233,8 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
         if not 8 <= sums <= (32 if num_warps < 4 else 128):
             continue
         if num_warps > 4 and block_m * block_n < 4096:
+            continue
+        if product.exact_fp32 and block_n > 4 * block_m:  # reads more than it computes
             continue
         tile = Tile(*sizes)
         yield tile

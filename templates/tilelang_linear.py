@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from stof_compile.device import DeviceFacts
-from stof_compile.fusion.recipe import Recipe
-from stof_compile.ops_tilelang import tile_linear
 from stof_compile.templates.base import Call, Template
 from stof_compile.templates.space import Config, ConfigSpace, Value
 from stof_compile.templates.tilelang_rules import (
@@ -25,6 +22,10 @@ from stof_compile.templates.tilelang_time import (
     next_power_of_two,
 )
 
+from stof_compile.device import DeviceFacts
+from stof_compile.fusion.recipe import Recipe
+from stof_compile.ops_tilelang import tile_linear
+
 DIMS: dict[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64, 128),
     "block_n": (64, 128, 256),
@@ -36,8 +37,8 @@ DIMS: dict[str, tuple[int, ...]] = {
 _MAX_TILES = 5  # tiles offered for one recipe, each with several pipelines
 # Pipelines, in elements of depth on their way: fewer do not hide the latency, more gain nothing.
 _DEPTH = range(192, 384 + 1)
-# Sums of a tile up to which 128 threads compute it, and from which on 256: at 64 a thread, two blocks
-# of 128 threads still share the registers of a multiprocessor.
+# Sums of a tile up to which 128 threads compute it, and from which on 256: with 64 a thread, two
+# blocks of 128 threads still share the registers of a multiprocessor.
 _AREA = 128 * 64
 
 

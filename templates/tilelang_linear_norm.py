@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from stof_compile.device import DeviceFacts
-from stof_compile.fusion.recipe import Recipe
-from stof_compile.ops_tilelang import tile_linear_norm
 from stof_compile.templates.base import Call, Template
 from stof_compile.templates.space import Config, ConfigSpace, Value
 from stof_compile.templates.tilelang_rules import (
@@ -25,6 +22,10 @@ from stof_compile.templates.tilelang_time import (
     block_clocks,
     next_power_of_two,
 )
+
+from stof_compile.device import DeviceFacts
+from stof_compile.fusion.recipe import Recipe
+from stof_compile.ops_tilelang import tile_linear_norm
 
 DIMS: dict[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64),

@@ -11,10 +11,10 @@ from math import prod
 from pathlib import Path
 
 import torch
+from stof_compile.templates.base import Slot
 
 from stof_compile.device import DeviceFacts
 from stof_compile.fusion.recipe import Recipe, SpineStep, TensorSpec
-from stof_compile.templates.base import Slot
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")

@@ -188,6 +188,7 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[Config]:
         first, second = _tiles(config)
         return estimate_us(first, hidden, device) + estimate_us(second, result, device)
 
+    edges: tuple[tuple[int, ...], ...]
     if hidden.exact_fp32:
         edges = ((16, 32, 64), (32, 64), (32, 64), (16, 32), (4, 8), (2, 3))
     else:
@@ -207,5 +208,5 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[Config]:
         if seen.get(kind, 0) < _SAME_TILE and len(found) < MAX_CONFIGS:
             seen[kind] = seen.get(kind, 0) + 1
             found.append(config)
-    smallest = {**_SMALLEST, "num_warps": 4, "num_stages": 2, "split_k": 1}
+    smallest: Config = {**_SMALLEST, "num_warps": 4, "num_stages": 2, "split_k": 1}
     return found or [smallest]  # fits every device and every problem

@@ -23,6 +23,7 @@ from stof_compile.measure import Timing
 from stof_compile.search import bench
 from stof_compile.tune import fusion_trials, mask_rule, run_tune, save_plans
 from stof_compile.tune_subject import TuneSettings, make_subject
+from stof_compile.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -156,6 +157,23 @@ def test_a_function_is_tuned_and_its_plan_replayed(measured, console, module, tm
     # a call of a template ends in a reshape, and the model has none
     assert explain(fast).graphs[0].graphs["rewritten"].count(".reshape(") == 2
     assert_close(out, expected, torch.float32, scale=4.0)
+
+
+def test_a_plan_of_the_graph_without_fusion(measured, console, module, tmp_path, monkeypatch):
+    verdict = Verdict("attention only", {"fused": 2.0, "attention only": 1.0})
+    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: verdict)
+    run_tune(TuneSettings(f"{module}:model", budget_s=20.0), console)
+    assert "kept: attention only" in console.file.getvalue()
+    assert "slow_start" in console.file.getvalue()  # what was found is shown all the same
+    assert measured
+    del measured[:]
+    torch._dynamo.reset()
+    subject = make_subject(TuneSettings(f"{module}:model"))
+    options = {"plan": "model.plan.json", "cache_dir": str(tmp_path / "empty")}
+    fast = torch.compile(subject.model, backend="stof", dynamic=False, options=options)
+    with torch.no_grad():
+        fast(**subject.kwargs)
+    assert measured == [] and explain(fast).chains == ()
 
 
 def test_a_model_of_the_zoo_with_a_mask(measured, console, tmp_path):

@@ -105,7 +105,8 @@ class DeviceBench:
     Args:
         templates: those that may be used. facts, device: where they run.
         table: trials of this and other processes. budget: seconds and trials left.
-        seed: of the random operands.
+        seed: of the random operands. pool: processes that compile, ended by ``release``; started
+            when they are first needed where there are none.
     Attributes:
         measuring_s: seconds spent compiling, checking and timing candidates. compiling_s: of
             these, waiting for workers.
@@ -117,13 +118,13 @@ class DeviceBench:
     table: TrialTable
     budget: Budget
     seed: int = 0
+    pool: CompilePool | None = None
     measuring_s: float = 0.0
     compiling_s: float = 0.0
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
     _compiling: dict[tuple[str, Candidate], Future[str]] = field(default_factory=dict)
-    _pool: CompilePool | None = None
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """See :class:`SegmentBench`."""
@@ -160,15 +161,15 @@ class DeviceBench:
         ]
         if not wanted or self.device.type != "cuda" or self.budget.spent:
             return
-        if self._pool is None:
-            self._pool = CompilePool(worker_count())
-        if not self._pool.alive:
+        if self.pool is None:
+            self.pool = CompilePool(worker_count())
+        if not self.pool.alive:
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         cache_dir = os.environ.get("TRITON_CACHE_DIR")
         for c in wanted:
             job = Job(recipe, c.template, c.config, f"cuda:{index}", cache_dir)
-            self._compiling[recipe.key, c] = self._pool.submit(job)
+            self._compiling[recipe.key, c] = self.pool.submit(job)
 
     def _await_compiled(self, recipe: Recipe, candidate: Candidate) -> None:
         """Wait until the pool has compiled a candidate, or has failed to; then it fails again, and
@@ -179,7 +180,7 @@ class DeviceBench:
             return
         started = time.monotonic()
         while not future.done():
-            if self._pool is None or not self._pool.alive or self.budget.spent:
+            if self.pool is None or not self.pool.alive or self.budget.spent:
                 return
             wait([future], timeout=0.05)
         self.compiling_s += time.monotonic() - started
@@ -246,9 +247,9 @@ class DeviceBench:
 
     def release(self) -> None:
         """Give the memory of operands and references back, and end the workers."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
         self._operands.clear()
         self._references.clear()
 

@@ -36,6 +36,7 @@ from stof_compile.templates.space import near
 log = logging.getLogger("stof_compile")
 
 STORE_KIND = "chains"
+AHEAD_OPS = 3  # ops of a segment that is compiled before stage 1 asks for it
 MAX_SEGMENT_OPS = 12  # looked at when a chain is asked whether anything in it can be improved
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 Span = tuple[int, int]  # of the vertical op list
@@ -78,42 +79,58 @@ def chain_key(chain: OpChain) -> str:
     return segment_key(chain, 0, len(chain))
 
 
-def tune_chain(
-    gm: GraphModule,
-    chain: OpChain,
-    legality: Callable[[int, int], str | None],
-    ctx: TuningContext,
-) -> ChainPlan | None:
-    """Choose the scheme and the templates of a chain.
+class ChainTuner:
+    """Chooses the scheme and the templates of one chain.
 
     Args:
         legality: (start, stop) of ops of the chain -> why they cannot be one kernel.
-    Returns:
-        None for a chain in which no template accepts anything: it stays as it is.
-    Raises:
-        StofPlanError: the user's plan has another chain under this key.
     """
-    key = chain_key(chain)
-    ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
-    problem = _ChainProblem(gm, chain, ops, legality, ctx)
-    if ctx.plan is not None:
-        return _from_plan(ctx.plan, key, problem)
-    if not problem.can_be_improved:
-        return None
-    if ctx.forced:
-        return problem.forced(ctx.forced)
-    if not ctx.measure:
-        return problem.by_rules()
-    held = _held(ctx.store, key, problem)
-    if held is not None or ctx.store is None:
-        return held or problem.searched()
-    with ctx.store.lock(f"{STORE_KIND}/{key}"):  # another process may be tuning the same
-        held = _held(ctx.store, key, problem)
-        if held is not None:
-            return held
-        plan = problem.searched()
-        ctx.store.put(STORE_KIND, key, plan.to_dict())
-    return plan
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        chain: OpChain,
+        legality: Callable[[int, int], str | None],
+        ctx: TuningContext,
+    ) -> None:
+        ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
+        self.key = chain_key(chain)
+        self._problem = _ChainProblem(gm, chain, ops, legality, ctx)
+        self._ctx = ctx
+
+    def compile_ahead(self) -> None:
+        """Have the configs compiled that stage 1 will most likely ask for, if it has to run."""
+        ctx = self._ctx
+        if ctx.plan is not None or ctx.forced or not ctx.measure:
+            return
+        if self._problem.can_be_improved and _held(ctx.store, self.key, self._problem) is None:
+            self._problem.compile_ahead()
+
+    def choose(self) -> ChainPlan | None:
+        """The plan of the chain; None where no template accepts anything: it stays as it is.
+
+        Raises:
+            StofPlanError: the user's plan has another chain under this key.
+        """
+        ctx, problem = self._ctx, self._problem
+        if ctx.plan is not None:
+            return _from_plan(ctx.plan, self.key, problem)
+        if not problem.can_be_improved:
+            return None
+        if ctx.forced:
+            return problem.forced(ctx.forced)
+        if not ctx.measure:
+            return problem.by_rules()
+        held = _held(ctx.store, self.key, problem)
+        if held is not None or ctx.store is None:
+            return held or problem.searched()
+        with ctx.store.lock(f"{STORE_KIND}/{self.key}"):  # another process may be tuning the same
+            held = _held(ctx.store, self.key, problem)
+            if held is not None:
+                return held
+            plan = problem.searched()
+            ctx.store.put(STORE_KIND, self.key, plan.to_dict())
+        return plan
 
 
 def fits(code: str, ops: int) -> bool:
@@ -266,23 +283,37 @@ class _ChainProblem:
 
     # -- the search --------------------------------------------------------------------------------
 
-    def _stage1(self, initial: Scheme) -> Scheme:
-        """The better of two searches: from the initial scheme, and from single ops, which no move
-        leads back to. Where the scheme of an alike chain is known, one search from there, with
-        fewer samples.
+    def compile_ahead(self) -> None:
+        """Draw the samples of short segments and have them compiled, the shortest first."""
+        self._start()
+        for length in range(1, AHEAD_OPS + 1):
+            for start in range(len(self._ops) - length + 1):
+                place = (start, start + length)
+                recipe = self._recipe(place)
+                if isinstance(recipe, Recipe) and self._space(place):
+                    self._drawn[place] = self._draw(place)
+                    self._prepared(recipe, self._drawn[place])
+
+    def _start(self) -> list[Scheme]:
+        """Where stage 1 begins: at the initial scheme and at single ops, which no move leads back
+        to; where the scheme of an alike chain is known, only there, with fewer samples.
         """
-        ctx, found = self.ctx, []
-        starts, samples = [initial, Scheme.singletons(len(self._ops))], SAMPLES
         learned = self._learned.scheme(self._fingerprint, self._kinds)
         if learned is not None and fits(learned, len(self._ops)):
-            starts, samples = [Scheme.from_hex(learned, len(self._ops))], WARM_SAMPLES
-        self._samples = samples
+            self._samples = WARM_SAMPLES
+            return [Scheme.from_hex(learned, len(self._ops))]
+        return [self._initial(), Scheme.singletons(len(self._ops))]
+
+    def _stage1(self, initial: Scheme) -> Scheme:
+        """The best of the searches from each start."""
+        ctx, found = self.ctx, []
+        starts = self._start()
         for start in dict.fromkeys(starts):
             if any(self.refusal(s) is not None for s in start.segments if s[1] - s[0] > 1):
                 continue
             result = search_scheme(
                 start, self._ops, lambda a, b: self.refusal((a, b)), self._sample,
-                budget=ctx.budget, samples=samples,
+                budget=ctx.budget, samples=self._samples,
             )  # fmt: skip
             found.append(result.scheme)
         return min(found, key=self._known_cost) if found else initial

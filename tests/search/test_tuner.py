@@ -10,7 +10,7 @@ from stof_compile.fusion.chain import OpChain
 from stof_compile.measure import ErrorReport, Timing
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
 from stof_compile.search.trial import TrialTable
-from stof_compile.search.tuner import TuningContext, chain_key, tune_chain
+from stof_compile.search.tuner import ChainTuner, TuningContext, chain_key
 from stof_compile.store import Store
 
 
@@ -71,7 +71,9 @@ def tuned(graph, chain, store=None, seconds=1000.0, legality=None, **bench):
     fake = FakeBench(table, now, **bench)
     fake.budget = Budget(seconds, clock=lambda: now[0])
     ctx = TuningContext(fake, fake.budget, seconds, store)
-    return tune_chain(graph.gm, chain, legality or (lambda a, b: None), ctx), fake, ctx
+    tuner = ChainTuner(graph.gm, chain, legality or (lambda a, b: None), ctx)
+    tuner.compile_ahead()
+    return tuner.choose(), fake, ctx
 
 
 @pytest.fixture

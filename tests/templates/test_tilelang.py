@@ -14,6 +14,7 @@ from stof_compile.templates import (
     tilelang_linear_norm,
     tilelang_rules,
 )
+from tile_recipes import chain, linear, linear_norm
 from torch._inductor.utils import run_and_get_code
 
 from stof_compile import ops_tilelang
@@ -24,47 +25,6 @@ NORM = tilelang_linear_norm.TileLangLinearNorm()
 CHAIN = tilelang_chain.TileLangChain()
 DIMS = {LINEAR: tilelang_linear.DIMS, NORM: tilelang_linear_norm.DIMS, CHAIN: tilelang_chain.DIMS}
 HOPPER, AMPERE, SMALL, BLACKWELL = machine(90), machine(80), machine(86), machine(100)
-
-
-def linear(rows=(64,), n=64, k=64, bias="", activation="", residual=False, kn=False, dtype=HALF):
-    """linear [bias] [activation] [residual]; the bias is an "input" of the product or a "step"."""
-    w = Writer(dtype, "cpu")
-    value = w.linear(w.operand(*rows, k), n, k, kn=kn, bias=bias == "input")
-    if bias == "step":
-        value = w.step("add", value, w.operand(n))
-    if activation:
-        value = w.step("activation", value, name=activation)
-    if residual:
-        w.step("add", w.operand(*rows, n), value)
-    return w.done()
-
-
-def linear_norm(rows=(64,), n=256, k=64, bias=True, residual=True, norm="layer_norm", dtype=HALF):
-    """linear [bias] [residual] norm; with a weight, and a bias if it is a layer norm."""
-    w = Writer(dtype, "cpu")
-    value = w.linear(w.operand(*rows, k), n, k, bias=bias)
-    if residual:
-        value = w.step("add", value, w.operand(*rows, n))
-    if norm == "layer_norm":
-        vectors, shift = [w.operand(n), w.operand(n)], True
-    else:
-        vectors, shift = [w.operand(n)], False
-    w.step(norm, value, *vectors, width=n, eps=1e-5, has_weight=True, has_bias=shift)
-    return w.done()
-
-
-def chain(
-    rows=(64,), k=64, hidden=128, n=64, bias=True, activation="gelu", residual=True, kn=False
-):
-    """linear activation linear [residual]."""
-    w = Writer(HALF, "cpu")
-    value = w.linear(w.operand(*rows, k), hidden, k, bias=bias, kn=kn)
-    if activation:
-        value = w.step("activation", value, name=activation)
-    value = w.linear(value, n, hidden, bias=bias, kn=kn)
-    if residual:
-        w.step("add", value, w.operand(*rows, n))
-    return w.done()
 
 
 # -- what is taken --------------------------------------------------------------------------------
@@ -334,7 +294,9 @@ def test_operands_are_copied_only_when_they_must_be():
     x = torch.nn.Parameter(torch.randn(2, 5, 64))
     rows = as_rows("x", x, 64)
     assert rows.data_ptr() == x.data_ptr() and rows.shape == (10, 64) and not rows.requires_grad
-    torch.testing.assert_close(as_rows("x", x.transpose(0, 1), 64).view(5, 2, 64), x.transpose(0, 1))
+    torch.testing.assert_close(
+        as_rows("x", x.transpose(0, 1), 64).view(5, 2, 64), x.transpose(0, 1)
+    )
     shifted = torch.randn(129)[1:].view(2, 64)  # rows that do not start on 16 bytes
     assert as_rows("x", shifted, 64).data_ptr() % 16 == 0
     weight = torch.randn(64, 128)
