@@ -199,14 +199,18 @@ def _fastest(
         [graphs["captured"], graphs["rewritten"], asked["mask"], asked["inductor"]]
     )
     makers = {name: partial(make, name) for name in names}
+    started = time.monotonic()
     verdict = fastest_form(makers, inputs, facts.device, opts, store, identity)
+    outcome.record.timings_s["verdict"] = time.monotonic() - started
     if verdict is None:
         return outcome
     logger.info("%s", verdict)
     make(verdict.winner)
-    kept = forms[verdict.winner]
+    kept, found = forms[verdict.winner], outcome.record
+    if kept is not outcome:  # what was tried and cost time is part of the story
+        kept.record.chains, kept.record.packs = found.chains, found.packs
+        kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
     kept.record.notes.append(str(verdict))
-    kept.record.chains, kept.record.packs = outcome.record.chains, outcome.record.packs
     return kept
 
 

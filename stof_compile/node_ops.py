@@ -37,7 +37,7 @@ VIEWS = (
             "unflatten", "detach", "movedim", "diagonal", "as_strided", "view_as", "expand_as",
             "reshape_as", "broadcast_to", "tensor_split", "ravel", "t", "mT", "T", "dropout",
             "unfold", "positive", "alias", "requires_grad_", "data", "cpu", "cuda",
-            "index_select_view",
+            "index_select_view", "_get_data_attr",
         }
     )
     | CASTS

@@ -141,22 +141,7 @@ def unfit(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     shared = shared_bytes(tile, product, device)
     if shared > device.shared_memory_bytes:
         return f"{shared} bytes of shared memory, the device has {device.shared_memory_bytes}"
-    registers = registers_of(tile, product, device)
-    if registers > 255:
-        return f"{registers} registers a thread, at most 255 exist"
-    loads = (tile.block_m + product.sums * tile.block_n) * tile.block_k * product.dtype.itemsize
-    loads //= 16 * 32 * tile.num_warps
-    sums = product.sums * tile.block_m * tile.block_n // (32 * tile.num_warps)
-    if sums >= 128 and loads > 16 and not tile.persistent:
-        return f"the addresses of {loads} loads a thread do not fit beside {sums} sums"
-    if (
-        sums >= 128
-        and product.sums > 1
-        and tile.block_k > 32
-        and not _group_products(tile, product, device)
-    ):
-        return f"the operands of two products do not fit beside {sums} sums a thread"
-    return None
+    return _register_refusal(tile, product, device)
 
 
 def shared_bytes(tile: Tile, product: Product, device: DeviceFacts) -> int:
@@ -187,6 +172,25 @@ def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
         return sums + 56
     operands = (tile.block_m + product.sums * tile.block_n) * 16 // threads // 2
     return sums + 2 * operands + 64
+
+
+def _register_refusal(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
+    """Why registers would spill; the rules beside the count are what compiling has shown."""
+    registers = registers_of(tile, product, device)
+    if registers > 255:
+        return f"{registers} registers a thread, at most 255 exist"
+    threads = 32 * tile.num_warps
+    sums = product.sums * tile.block_m * tile.block_n // threads
+    if sums < 128 or tile.persistent:
+        return None
+    stage = (tile.block_m + product.sums * tile.block_n) * tile.block_k * product.dtype.itemsize
+    loads = stage // (16 * threads)
+    if loads > 16:
+        return f"the addresses of {loads} loads a thread do not fit beside {sums} sums"
+    group = _group_products(tile, product, device)
+    if product.sums > 1 and tile.block_k > 32 and not group:
+        return f"the operands of two products do not fit beside {sums} sums a thread"
+    return None
 
 
 def estimate_us(tile: Tile, product: Product, device: DeviceFacts) -> float:

@@ -50,8 +50,8 @@ class TileLangChain(Template):
         """Why this template cannot run a recipe on a device, None if it can."""
         try:
             first, _, second, _ = _read(recipe)
-        except Refused as reason:
-            return str(reason)
+        except Refused as refused:
+            return str(refused)
         weights = _products(first, second) * ITEMSIZE
         if weights > MAX_WEIGHT_BYTES:
             return f"weights of {weights} bytes; up to {MAX_WEIGHT_BYTES} are read by every block"

@@ -51,8 +51,8 @@ class TileLangLinear(Template):
         """Why this template cannot run a recipe on a device, None if it can."""
         try:
             _read(recipe)
-        except Refused as reason:
-            return str(reason)
+        except Refused as refused:
+            return str(refused)
         return device_refusal(device)
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:

@@ -53,8 +53,8 @@ class TileLangLinearNorm(Template):
         """Why this template cannot run a recipe on a device, None if it can."""
         try:
             layer, _, _ = _read(recipe)
-        except Refused as reason:
-            return str(reason)
+        except Refused as refused:
+            return str(refused)
         width = layer.width
         if width % _WIDTH_STEP or width > MAX_WIDTH:
             return f"rows of {width}: a multiple of {_WIDTH_STEP} up to {MAX_WIDTH} is taken"

@@ -68,8 +68,14 @@ def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
     packed = together < apart * (1 - MIN_GAIN)
     reason = f"{apart:.1f} us apart, {together:.1f} us packed"
     known = math.isfinite(apart) and math.isfinite(together)
-    times = (apart, together) if known else (None, None)
-    return PackPlan(packed and known, pack.sizes, "measured", *times, reason)
+    return PackPlan(
+        packed and known,
+        pack.sizes,
+        "measured",
+        separate_us=apart if known else None,
+        packed_us=together if known else None,
+        reason=reason,
+    )
 
 
 def _best_us(recipe: Recipe, ctx: TuningContext) -> float:
@@ -114,12 +120,13 @@ def _by_rounds(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
     base, new = bench.rounds([apart, together], (x,), ROUNDS)
     ctx.trials += 2
     verdict = compare(base, new)
-    times = [median(us for samples in form for us in samples) for form in (base, new)]
+    apart_us, packed_us = (median(us for part in form for us in part) for form in (base, new))
     reason = (
         f"Welch's test: {verdict.verdict}, {verdict.speedup:.3f}x, p = {verdict.p:.2g} over "
         f"{verdict.n} samples"
     )
-    return PackPlan(verdict.verdict == "win", pack.sizes, "measured", *times, reason)
+    won = verdict.verdict == "win"
+    return PackPlan(won, pack.sizes, "measured", apart_us, packed_us, reason)
 
 
 def _product(gm: GraphModule, pack: Pack, which: Sequence[int] | range) -> Recipe:

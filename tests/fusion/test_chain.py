@@ -7,7 +7,7 @@ from stof_compile.fusion.op_kind import op_kind
 from stof_compile.fusion.segment_key import segment_key
 
 HEAD = ["linear", "reshape", "permute"]
-NORM = ["cast", "pow", "mean", "add", "rsqrt", "mul", "cast", "mul"]
+NORM = ["rms_norm"]
 ROTATE = ["slice", "neg", "slice", "cat", "mul", "mul", "residual_add"]
 BERT = [
     [*HEAD * 3, "attention", "permute", "reshape", "linear", "residual_add", "layer_norm"],

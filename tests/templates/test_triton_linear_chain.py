@@ -264,21 +264,24 @@ def device():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [(1,), (33,), (1, 128), (1000,)], ids=str)
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "kn"),
+    [((1,), HALF, False), ((33,), BRAIN, True), ((1, 128), HALF, False), ((1000,), BRAIN, False),
+     ((128,), SINGLE, True)],
+    ids=str,
+)  # fmt: skip
 def test_gpu_first_config(rows, dtype, kn):
     recipe, operands = chain_recipe(rows, 768, 3072, 768, dtype, residual=True, kn=kn)
     assert TEMPLATE.refusal(recipe, device()) is None
-    scale = 8.0 if dtype == SINGLE else 2.0  # thousands of fp32 sums in another order
+    scale = 4.0 if dtype == SINGLE else 2.0  # thousands of fp32 sums in another order
     check_template(TEMPLATE, recipe, operands, TEMPLATE.first(recipe, device()), scale)
 
 
 @pytest.mark.gpu
 def test_gpu_other_configs():
-    """Every fourth config of the space."""
+    """Every eighth config of the space."""
     recipe, operands = chain_recipe((128,), 768, 3000, 768, HALF, residual=True)
-    for config in TEMPLATE.space(recipe, device()).configs()[::4]:
+    for config in TEMPLATE.space(recipe, device()).configs()[::8]:
         check_template(TEMPLATE, recipe, operands, config, scale=2.0)
 
 
