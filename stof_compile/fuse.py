@@ -34,6 +34,7 @@ from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
 from stof_compile.search.bench import LIBRARY, DeviceBench
 from stof_compile.search.compile_pool import CompilePool, worker_count
+from stof_compile.search.initial import limits_of
 from stof_compile.search.pack_choice import choose_packs
 from stof_compile.search.trial import TrialTable
 from stof_compile.search.tuner import ChainTuner, TuningContext, chain_key
@@ -155,7 +156,7 @@ def fuse_operators(
     bench.budget = budget
     ctx = TuningContext(
         bench, budget, opts.tune_budget_s, store, plan, opts.seed, forced,
-        measure=opts.tune_budget_s > 0,
+        measure=opts.tune_budget_s > 0, limits=limits_of(device.capability),
     )  # fmt: skip
     try:
         with tuning_progress(budget) as ctx.progress:

@@ -24,7 +24,7 @@ from stof_compile.fusion.recipe import Recipe
 log = logging.getLogger("stof_compile")
 
 WORKER_MODULE = "stof_compile.search.compile_worker"
-MAX_WORKERS = 16
+MAX_WORKERS = 12
 
 
 @dataclass(frozen=True)
@@ -112,5 +112,7 @@ class CompilePool:
 
 
 def worker_count() -> int:
-    """Workers for this machine: one for each core but one, at most :data:`MAX_WORKERS`."""
-    return max(0, min(MAX_WORKERS, len(os.sched_getaffinity(0)) - 1))
+    """Workers for this machine: two for three cores, so that the process that times is not kept
+    waiting; at most :data:`MAX_WORKERS`.
+    """
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)) * 2 // 3)

@@ -26,7 +26,7 @@ from stof_compile.fusion.scheme import Scheme
 from stof_compile.fusion.segment_key import segment_key
 from stof_compile.plan import ChainPlan, Plan, SegmentPlan
 from stof_compile.search.bench import LIBRARY, Candidate, SegmentBench, candidate_of
-from stof_compile.search.initial import initial_scheme
+from stof_compile.search.initial import InitialLimits, initial_scheme
 from stof_compile.search.learned import Learned
 from stof_compile.search.stage1 import SAMPLES, search_scheme
 from stof_compile.search.stage2 import sample_configs
@@ -38,6 +38,9 @@ log = logging.getLogger("stof_compile")
 STORE_KIND = "chains"
 AHEAD_OPS = 3  # ops of a segment that is compiled before stage 1 asks for it
 MAX_SEGMENT_OPS = 12  # looked at when a chain is asked whether anything in it can be improved
+SINGLE_SAMPLES = (
+    3  # of an op left single: the library is among them, and stage 2 tunes it if it stays
+)
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 Span = tuple[int, int]  # of the vertical op list
 
@@ -55,7 +58,7 @@ class TuningContext:
         plan: choices of the user, which win over everything. seed: of every random draw.
         forced: scheme code of the user in hexadecimal, "" where the search decides.
         measure: whether anything may be measured at all.
-        progress: told after every trial.
+        progress: told after every trial. limits: of the rules for the initial scheme.
     """
 
     bench: SegmentBench
@@ -67,6 +70,7 @@ class TuningContext:
     forced: str = ""
     measure: bool = True
     progress: Progress = lambda what, best_us, trials: None
+    limits: InitialLimits | None = None
     trials: int = 0
 
     def use(self, budget: Budget) -> None:
@@ -388,8 +392,9 @@ class _ChainProblem:
         rest = [c for c in space if c not in leading]
         generator = random.Random(f"{self.ctx.seed} {place} {len(space)}")
         drawn += leading
-        drawn += generator.sample(rest, min(len(rest), max(0, self._samples - len(drawn))))
-        return drawn[: self._samples]
+        wanted = self._samples if place[1] - place[0] > 1 else min(self._samples, SINGLE_SAMPLES)
+        drawn += generator.sample(rest, min(len(rest), max(0, wanted - len(drawn))))
+        return drawn[:wanted]
 
     # -- times -------------------------------------------------------------------------------------
 
@@ -506,7 +511,9 @@ class _ChainProblem:
             recipe = self._recipe((i, i + 1)) if op.compute_intensive else ""
             if isinstance(recipe, Recipe):
                 rows = max(rows, math.prod(recipe.steps[0].shape[:-1]))
-        return initial_scheme(self._ops, rows, lambda a, b: self.refusal((a, b)))
+        return initial_scheme(
+            self._ops, rows, lambda a, b: self.refusal((a, b)), limits=self.ctx.limits
+        )
 
     def _rule_choices(self, scheme: Scheme) -> list[Candidate | None]:
         """Templates for fused segments, what is there for single ops."""

@@ -5,7 +5,14 @@ from typing import NamedTuple
 import pytest
 
 from stof_compile.fusion.op_kind import CONTRACTIONS
-from stof_compile.search.initial import CHAIN_ROWS, GEMMS, NORM_COLUMNS, initial_scheme
+from stof_compile.search.initial import (
+    CHAIN_ROWS,
+    GEMMS,
+    NORM_COLUMNS,
+    InitialLimits,
+    initial_scheme,
+    limits_of,
+)
 
 
 class Op(NamedTuple):
@@ -85,3 +92,17 @@ def test_names_are_those_of_fusion():
 def test_empty_chain_is_refused():
     with pytest.raises(ValueError, match="at least one segment"):
         lengths([])
+
+
+def test_hopper_has_limits_of_its_own():
+    hopper, other = limits_of((9, 0)), limits_of((8, 0))
+    assert hopper.chain_rows == 0 and hopper.few_rows == 256 and other == InitialLimits()
+    assert limits_of(None) == InitialLimits()
+
+
+def test_few_rows_start_with_activation_and_norm_in_the_gemm():
+    kinds = [linear(3072), GELU, linear(), ADD, NORM]
+    found = initial_scheme(kinds, 128, lambda a, b: None, limits=limits_of((9, 0)))
+    assert found.lengths == (2, 3)
+    found = initial_scheme(kinds, 4096, lambda a, b: None, limits=limits_of((9, 0)))
+    assert found.lengths == (1, 1, 1, 2)
