@@ -167,7 +167,7 @@ def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
     threads = 32 * tile.num_warps
     sums = product.sums * tile.block_m * tile.block_n // threads
     if product.exact_fp32:
-        return 3 * sums + 48 + 24 * (product.sums - 1)
+        return 3 * sums + 48
     if _group_products(tile, product, device):
         return sums + 56
     operands = (tile.block_m + product.sums * tile.block_n) * 16 // threads // 2
@@ -217,9 +217,9 @@ def estimate_us(tile: Tile, product: Product, device: DeviceFacts) -> float:
         total += _TILE_US + (0.4 if tile.tma else 0.0) + (each - 1) * _NEXT_TILE_US
     else:
         total += _TILE_US * ceil(each / resident)
-    if tile.split_k > 1:
-        part = tile.block_m * tile.block_n * 4 / _L2_BYTES_ALONE / (_CLOCK_GHZ * 1000)
-        total += _HAND_OVER_US + part * (tile.split_k - 1 + 1)
+    if tile.split_k > 1:  # every part is written; the last program of a tile reads the others
+        part = tile.block_m * tile.block_n * 4 / rate / (_CLOCK_GHZ * 1000)
+        total += _HAND_OVER_US + part * (each + tile.split_k - 1)
     if tile.tma:
         total *= 0.97  # no threads spent on addresses
     # ties: four warps, a shallow pipeline
@@ -262,7 +262,8 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
 def _edges(product: Product, device: DeviceFacts) -> tuple[tuple[int, ...], ...]:
     """Values of block_m, block_n, block_k, num_warps and num_stages."""
     if product.exact_fp32:
-        return (16, 32, 64, 128), (32, 64, 128), (16, 32), (4, 8), (2, 3)
+        depths = (16, 32) if product.sums == 1 else (16,)  # of two products more would spill
+        return (16, 32, 64, 128), (32, 64, 128), depths, (4, 8), (2, 3)
     if product.m <= _FEW_ROWS:
         return (16, 32, 64, 128), (32, 64, 128, 256), (64, 128, 256), (2, 4, 8), (3, 4, 5, 6)
     depths = (64, 128) if device.shared_memory_bytes > 200_000 else (32, 64)

@@ -1,5 +1,7 @@
 """The norm template: what it accepts, what it compiles to, and its results against the recipe."""
 
+import os
+
 import pytest
 import torch
 from close import assert_close
@@ -337,8 +339,9 @@ def test_offered_configs_stay_in_registers(target, rows, n, dtype):
     from stof_compile.kernels.norm_kernel import norm_rows_kernel
 
     configs = offered(rows, n, dtype, target)
-    if target != 90:  # the fullest registers, to save time
-        configs = sorted(configs, key=lambda c: c["rows"] / c["num_warps"])[-2:]
+    if not os.environ.get("STOF_FULL_COMPILE"):  # the fullest registers, to save time
+        configs = sorted(configs, key=lambda c: c["rows"] / c["num_warps"])
+        configs = configs[-3:] if target == 90 else configs[-1:]
     for config in configs:
         types, constants = kernel_arguments(n, config, dtype, rows)
         compiled, found = needed_by(norm_rows_kernel, target, types, constants, config["num_warps"])

@@ -396,7 +396,7 @@ def test_offered_configs_stay_in_registers(target, dtype):
     recipe = gelu_residual((4096,), 3072, dtype, device="meta").recipe()
     kernel, types, sizes = generated(recipe)
     configs = TEMPLATE.space(recipe, machine(target)).configs()
-    for config in configs if target == 90 else configs[-2:]:
+    for config in configs[-3:] if target == 90 else configs[-1:]:
         constants = sizes | {"BLOCK": config["block"]}
         compiled, found = needed_by(kernel, target, types, constants, config["num_warps"])
         assert_fits(found, target)
