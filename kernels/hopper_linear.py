@@ -168,6 +168,8 @@ def _launch(
     tiles, vector = _layouts()
     weight_block = [BLOCK_K, block_n] if weight_kn else [block_n, BLOCK_K]
     biases = out[0] if bias is None else bias.contiguous()
+    if biases.data_ptr() % 16:  # TMA cannot address it
+        biases = biases.clone()
     operands = [
         TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, BLOCK_K], tiles),
         TensorDescriptor(weight, list(weight.shape), list(weight.stride()), weight_block, tiles),

@@ -23,10 +23,11 @@ def compile_program(
     Args:
         program: a ``T.prim_func``; its last parameter is the result, which the caller allocates.
         capability: (major, minor) of the device.
-        portable: use neither warp specialization nor Hopper's matrix instructions. A program with
-            a pipelined loop inside another loop needs this: its products read what ordinary
-            stores and copies wrote, which Hopper's instructions see only behind a fence that
-            TileLang leaves out of a pipeline's last step.
+        portable: use neither warp specialization nor Hopper's matrix instructions. Two kinds of
+            program need this. Where a pipelined loop is inside another loop, products read what
+            ordinary stores and copies wrote, which Hopper's instructions see only behind a fence
+            that TileLang leaves out of a pipeline's last step. Where a pipelined loop has one
+            step, specialised warps may wait for ever (TileLang issue 2566).
     Returns:
         A callable on contiguous CUDA tensors in the order of the parameters, None for one that
         the program does not read. It runs on the current stream and can be captured.

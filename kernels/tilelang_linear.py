@@ -99,7 +99,8 @@ def linear_forward(
 @cache
 def linear_kernel(problem: LinearProblem, config: LinearConfig, capability: tuple[int, int]) -> Any:
     """The compiled program of a problem (see ``compile_program``); needs no GPU."""
-    return compile_program(linear_program(problem, config, capability), capability)
+    program = linear_program(problem, config, capability)
+    return compile_program(program, capability, portable=problem.k <= config.block_k)
 
 
 def linear_program(

@@ -115,7 +115,8 @@ def linear_norm_kernel(
     problem: NormProblem, config: NormConfig, capability: tuple[int, int]
 ) -> Any:
     """The compiled program of a problem (see ``compile_program``); needs no GPU."""
-    return compile_program(linear_norm_program(problem, config, capability), capability)
+    program = linear_norm_program(problem, config, capability)
+    return compile_program(program, capability, portable=problem.k <= config.block_k)
 
 
 def linear_norm_program(

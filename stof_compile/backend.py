@@ -25,6 +25,7 @@ from stof_compile.attention.match import match_attention
 from stof_compile.attention.regions import region_near_misses
 from stof_compile.attention.resolve import resolve_masks
 from stof_compile.attention.site import AttentionSite, NearMiss
+from stof_compile.between import has_effects
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts, read_capture
 from stof_compile.device import device_facts
@@ -34,6 +35,7 @@ from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
 from stof_compile.folded import FoldedBuffers
 from stof_compile.fuse import FusionResult, compilers_for, fuse_operators
+from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
@@ -73,7 +75,16 @@ def stof(
     captured = copy_graph(gm)
     outcome = _fastest(_improve(gm, facts, opts), captured, facts, example_inputs, opts)
     record, started = outcome.record, time.monotonic()
-    compiled = _finished(outcome, example_inputs, opts)
+    try:
+        compiled = _finished(outcome, example_inputs, opts)
+    except Exception as failure:  # Inductor did not take our graph; it may take the captured one
+        if outcome.fusion is None or not outcome.fusion.changed or opts.strict:
+            raise
+        reason = f"Inductor did not take the fused graph: {type(failure).__name__}: {failure}"
+        logger.warning("operators are left to Inductor: %s", reason)
+        record.notes.append(reason)
+        plain = replace(opts, fusion="off", dump_dir=None)
+        compiled = _compile_again(captured, facts, example_inputs, plain, True)
     record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
         folder = write_dump(record, opts.dump_dir)
@@ -179,6 +190,8 @@ def _fastest(
     unmeasured = opts.tune_budget_s <= 0 or opts.plan is not None or opts.fusion != "auto"
     if fusion is None or not fusion.changed or unmeasured or facts.mutated_inputs:
         return outcome
+    if has_effects(captured.graph):
+        return outcome
 
     def earlier(attention: str) -> Outcome:
         gm = copy_graph(captured)
@@ -192,12 +205,14 @@ def _fastest(
             forms[name] = earlier(opts.attention if name == "attention only" else "sdpa")
         return forms[name].gm
 
-    names = ("fused", "attention only", "as torch.compile runs it")
+    names = ["fused", "attention only"]
+    if opts.attention == "auto" and not opts.strict:  # else the user's choice would be undone
+        names.append("as torch.compile runs it")
     store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))
     graphs, asked = outcome.record.graphs, outcome.record.options
-    identity = json.dumps(
-        [graphs["captured"], graphs["rewritten"], asked["mask"], asked["inductor"]]
-    )
+    options = [asked[name] for name in ("mask", "inductor", "mode", "attention")]
+    told = [graphs["captured"], graphs["rewritten"], *options, fp32_products()]
+    identity = json.dumps(told)
     makers = {name: partial(make, name) for name in names}
     started = time.monotonic()
     verdict = fastest_form(makers, inputs, facts.device, opts, store, identity)

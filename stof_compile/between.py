@@ -45,6 +45,24 @@ def writer_between(values: Iterable[Node], first: Node, last: Node) -> Node | No
     return None
 
 
+def has_effects(graph: Graph) -> bool:
+    """Whether running a graph may change anything but its result: what is written is not its own,
+    running statistics, or a message to other ranks.
+    """
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        written = written_by(node)
+        if written is None or any(base.op in ("placeholder", "get_attr") for base in written):
+            return True
+        name = raw_name(node)
+        if name in ("batch_norm", "instance_norm") or "c10d" in name:
+            return True
+        if name == "embedding" and (len(node.args) > 3 or node.kwargs.get("max_norm") is not None):
+            return True
+    return False
+
+
 def region_states(graph: Graph) -> dict[Node, tuple[object, ...]]:
     """Every node with what is switched on around it; nodes of equal states compute alike.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from stof_compile.between import switches_gradients_on
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
 from stof_compile.device import DeviceFacts, device_facts
@@ -33,7 +34,7 @@ from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
 from stof_compile.search.bench import LIBRARY, DeviceBench
-from stof_compile.search.compile_pool import CompilePool, worker_count
+from stof_compile.search.compile_pool import CompilePool, start_pool
 from stof_compile.search.initial import limits_of
 from stof_compile.search.pack_choice import choose_packs
 from stof_compile.search.trial import TrialTable
@@ -86,6 +87,8 @@ def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
     """Why the operators of a graph are left to Inductor as a whole; empty when they are not."""
     if facts.grad_enabled:
         return "gradients are recorded, and templates have none"
+    if switches_gradients_on(gm.graph):
+        return "gradients are recorded in a part of it, and templates have none"
     if facts.has_symbolic_shapes:
         return "sizes are symbolic, and templates need fixed ones"
     if facts.fake_inputs:
@@ -115,11 +118,12 @@ def compilers_for(
     if not measured or known or facts.device.type != "cuda" or fusion_refusal(gm, facts):
         yield None
         return
-    pool = CompilePool(worker_count())
+    pool = start_pool()
     try:
         yield pool
     finally:
-        pool.close()
+        if pool is not None:
+            pool.close()
 
 
 def fuse_operators(
@@ -228,7 +232,7 @@ def _fuse_chains(
     calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
     for key, chosen in result.chains.items():
         for chain in alike[key]:
-            calls += _calls(gm, chain, chosen, named, facts)
+            calls += _calls(gm, chain, chosen, named, facts, device)
     result.segments = rewrite_segments(gm, calls)
 
 
@@ -256,6 +260,7 @@ def _calls(
     chosen: ChainPlan,
     templates: Mapping[str, Template],
     facts: CaptureFacts,
+    device: DeviceFacts,
 ) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
     """The calls that replace the segments of one occurrence of a chain."""
     ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
@@ -269,7 +274,12 @@ def _calls(
         if reason is not None or not isinstance(recipe, Recipe):
             logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
             continue
-        call = templates[segment.template].build(recipe, dict(segment.config))
+        template = templates[segment.template]
+        refusal = template.refusal(recipe, device)  # strides may differ between equal chains
+        if refusal is not None:
+            logger.info("%s is left to Inductor: %s", chain.ops[start].name, refusal)
+            continue
+        call = template.build(recipe, dict(segment.config))
         calls.append((Segment(chain, start, stop), call.run))
     return calls
 

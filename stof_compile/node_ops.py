@@ -48,6 +48,12 @@ INPLACE_OPERATORS = frozenset(
         "imatmul",
     }
 )  # fmt: skip
+# Functions with an argument "inplace" -> its position.
+_INPLACE_ARGUMENT = {
+    "relu": 1, "relu6": 1, "selu": 1, "silu": 1, "mish": 1, "hardswish": 1, "hardsigmoid": 1,
+    "elu": 2, "celu": 2, "leaky_relu": 2, "threshold": 3, "hardtanh": 3, "rrelu": 4, "dropout": 3,
+    "alpha_dropout": 3, "feature_alpha_dropout": 3, "dropout1d": 3, "dropout2d": 3, "dropout3d": 3,
+}  # fmt: skip
 RANDOM = frozenset(
     {
         "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like",
@@ -115,7 +121,10 @@ def is_inplace(node: Node) -> bool:
         or node.kwargs.get("out") is not None
     ):
         return True
+    place = _INPLACE_ARGUMENT.get(name)
     if node.kwargs.get("inplace") is True:
+        return True
+    if place is not None and place < len(node.args) and node.args[place] is True:
         return True
     return (
         name.endswith("_")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from stof_compile.errors import StofError
+from stof_compile.errors import StofUnsupportedError
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.measure import time_in_turns
@@ -81,15 +81,19 @@ def fastest_form(
     for name, make in forms.items():
         try:
             compiled[name] = compile_with_inductor(copy_graph(make()), inputs, plain)
-        except StofError:
-            raise
-        except RuntimeError as failure:  # one form's failure is no reason to lose the others
-            logger.warning("%s could not be compiled for timing: %s", name, failure)
+        except Exception as failure:  # a form that fails is out; the next one may be the answer
+            if opts.strict:
+                raise
+            logger.warning("%s could not be compiled for timing: %r", name, failure)
+    try:
+        timings = time_in_turns(
+            list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
+        )
+    except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
+        logger.warning("the forms of the graph could not be timed: %s", failure)
+        return None
     if not compiled:
         return None
-    timings = time_in_turns(
-        list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
-    )
     times = {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
     verdict = Verdict(min(times, key=lambda name: times[name]), times)
     if store is not None:

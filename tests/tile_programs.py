@@ -13,9 +13,10 @@ from stof_compile.templates.tilelang_rules import rows_of
 
 
 def program_of(template, recipe, config, capability):
-    """What the operator would compile for a call that a template builds."""
+    """What the operator compiles for a call that a template builds, and whether as portable."""
     args = template.build(recipe, config).args
     values = tuple(int(value) for value in config.values())
+    single = config["block_k"] >= recipe.operands[args[0].operand].shape[-1]
     rows, dtype, width = rows_of(recipe), recipe.result.dtype, recipe.result.shape[-1]
     depth = recipe.operands[args[0].operand].shape[-1]
     if template.name == "tilelang_linear":
@@ -23,21 +24,21 @@ def program_of(template, recipe, config, capability):
         problem = LinearProblem(
             rows, width, depth, dtype, bias is not None, residual is not None, activation, kn
         )
-        return linear_program(problem, LinearConfig(*values), capability)
+        return linear_program(problem, LinearConfig(*values), capability), single
     if template.name == "tilelang_linear_norm":
         _, _, bias, residual, norm, scale, shift, eps, kn, _, _ = args
         problem = NormProblem(
             rows, width, depth, dtype, bias is not None, residual is not None, norm,
             scale is not None, shift is not None, eps, kn,
         )  # fmt: skip
-        return linear_norm_program(problem, NormConfig(*values), capability)
+        return linear_norm_program(problem, NormConfig(*values), capability), single
     _, w1, bias1, _, bias2, residual, activation, kn1, kn2, _, _ = args
     hidden = recipe.operands[w1.operand].shape[1 if kn1 else 0]
     problem = ChainProblem(
         rows, depth, hidden, width, dtype, bias1 is not None, bias2 is not None,
         residual is not None, activation, kn1, kn2,
     )  # fmt: skip
-    return chain_program(problem, ChainConfig(*values), capability)
+    return chain_program(problem, ChainConfig(*values), capability), True
 
 
 def activation_program(length):

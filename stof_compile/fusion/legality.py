@@ -43,13 +43,12 @@ def segment_refusal(
         chain: a chain of ``gm``. start, stop: its ops ``start <= i < stop``.
         gm: the normalised graph, unchanged since the chain was found. facts: its facts.
     Returns:
-        The reason, or None when it is legal; one op alone always is: it stays as it is.
+        The reason, or None when it is legal. One op alone may be replaced by a kernel as well,
+        where all its values are plain tensors of fixed sizes on one device.
     Raises:
         ValueError: the chain has no such ops.
     """
     check_range(chain, start, stop)
-    if stop - start == 1:
-        return None
     heavy = [op.name for op in chain.ops[start:stop] if op.kind.compute_intensive]
     if len(heavy) > MAX_COMPUTE_INTENSIVE:
         return (
@@ -59,6 +58,8 @@ def segment_refusal(
     names = {name for op in chain.ops[start:stop] for name in op.nodes}
     nodes = [node for node in gm.graph.nodes if node.name in names]
     assert len(nodes) == len(names), "the graph was changed after its chains were found"
+    if stop - start == 1:
+        return _symbolic(nodes) or _device_change(nodes) or _foreign_input(nodes, facts)
     return (
         _escape(nodes)
         or _symbolic(nodes)

@@ -167,6 +167,8 @@ def _matmul(node: Node) -> _Read:
 
 def _activation(node: Node) -> _Read:
     name = operation(node)
+    if len(node.args) > (2 if name == "gelu" else 1) or set(node.kwargs) - {"input", "approximate"}:
+        raise _UnreadableError(f"'{node.name}' has further arguments")
     approximate = argument(node, 1, "approximate", "none") if name == "gelu" else "none"
     if approximate not in ("none", "tanh"):
         raise _UnreadableError(f"'{node.name}' is a GELU approximated by {approximate!r}")
@@ -187,7 +189,9 @@ def _norm(node: Node) -> _Read:
     x = argument(node, 0, "input")
     tensor = tensor_meta(x)
     if eps is None and tensor is not None:
-        eps = torch.finfo(tensor.dtype).eps
+        # of the dtype PyTorch computes in: fp32 for half types
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        eps = torch.finfo(wide).eps
     if number(eps) is None:
         raise _UnreadableError(f"'{node.name}' has an eps that is no number")
     inputs = [x, *(value for value in (weight, bias) if value is not None)]

@@ -162,7 +162,13 @@ class Recipe:
             [s.kind, [(r.kind, r.index) for r in s.inputs], s.shape, str(s.dtype), s.attrs]
             for s in self.steps
         ]
-        return hashlib.sha256(json.dumps([operands, steps]).encode()).hexdigest()
+        told = [operands, steps, fp32_products()] if self._is_single else [operands, steps]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether it multiplies fp32 values, which PyTorch may be told to do in TF32."""
+        return any(s.kind == "linear" and s.dtype == torch.float32 for s in self.steps)
 
     @property
     def result(self) -> Step:
@@ -216,6 +222,9 @@ class Recipe:
             elif len(inner) != 1 or step.inputs[inner[0]].index != previous:
                 return None
             previous = index
+            grown = inner and prod(step.shape) != prod(self.shape(step.inputs[inner[0]]))
+            if grown and step.kind != "linear":
+                return None  # the other side is the larger one: the value is broadcast
             if step.kind == "reshape":
                 if step.shape[-1:] != self.shape(step.inputs[0])[-1:]:
                     return None
@@ -226,6 +235,11 @@ class Recipe:
             passed = inner[0] if inner else 0
             found.append(SpineStep(step.kind, operands, step.dtype, step.attrs, passed))
         return tuple(found)
+
+
+def fp32_products() -> str:
+    """How PyTorch multiplies fp32 matrices on CUDA now: "ieee", or "tf32" where that is allowed."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def run_recipe(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stof_compile.budget import Budget
 from stof_compile.device import DeviceFacts
-from stof_compile.fusion.recipe import Recipe, TensorSpec, run_recipe
+from stof_compile.fusion.recipe import Recipe, TensorSpec, fp32_products, run_recipe
 from stof_compile.measure import (
     ErrorReport,
     Timing,
@@ -32,7 +32,7 @@ from stof_compile.measure import (
     time_callable,
     time_in_turns,
 )
-from stof_compile.search.compile_pool import CompilePool, Job, worker_count
+from stof_compile.search.compile_pool import CompilePool, Job, start_pool
 from stof_compile.search.library import library_call
 from stof_compile.search.trial import Trial, TrialTable
 from stof_compile.templates.base import Template
@@ -131,7 +131,7 @@ class DeviceBench:
         leading: list[Candidate] = []
         rest: list[Candidate] = []
         for template in self.templates:
-            if not template.accepts(recipe, self.facts):
+            if not self._runs(template, recipe):
                 continue
             first = candidate_of(template.name, template.first(recipe, self.facts))
             configs = template.space(recipe, self.facts).configs()
@@ -142,7 +142,7 @@ class DeviceBench:
     def first(self, recipe: Recipe) -> Candidate | None:
         """See :class:`SegmentBench`."""
         for template in self.templates:
-            if template.accepts(recipe, self.facts):
+            if self._runs(template, recipe):
                 return candidate_of(template.name, template.first(recipe, self.facts))
         return None
 
@@ -162,7 +162,9 @@ class DeviceBench:
         if not wanted or self.device.type != "cuda" or self.budget.spent:
             return
         if self.pool is None:
-            self.pool = CompilePool(worker_count())
+            self.pool = start_pool()
+        if self.pool is None:
+            return
         if not self.pool.alive:
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -182,6 +184,8 @@ class DeviceBench:
         while not future.done():
             if self.pool is None or not self.pool.alive or self.budget.spent:
                 return
+            if not self.pool.ready and future.cancel():
+                return  # no worker has started yet: not worth waiting for
             wait([future], timeout=0.05)
         self.compiling_s += time.monotonic() - started
 
@@ -255,6 +259,11 @@ class DeviceBench:
 
     # -- helpers -----------------------------------------------------------------------------------
 
+    def _runs(self, template: Template, recipe: Recipe) -> bool:
+        """Whether a template takes a recipe whose operands are where this bench is."""
+        here = all(operand.device == self.device.type for operand in recipe.operands)
+        return here and template.accepts(recipe, self.facts)
+
     def _call(self, recipe: Recipe, candidate: Candidate) -> Callable[..., Tensor]:
         if candidate.template == LIBRARY:
             if recipe.key not in self._library:
@@ -276,7 +285,10 @@ class DeviceBench:
                 self._references[recipe.key] = wide
             scale = ERROR_SCALE ** max(1, recipe.contractions)
             out = call(*operands)
-            return check_close(out, self._references[recipe.key], recipe.result.dtype, scale)
+            dtype = recipe.result.dtype
+            if dtype == torch.float32 and recipe.contractions and fp32_products() == "tf32":
+                dtype = torch.float16  # TF32 has its mantissa
+            return check_close(out, self._references[recipe.key], dtype, scale)
 
     def _sets(self, recipe: Recipe) -> list[tuple[Tensor, ...]]:
         """Operands to rotate over: weights of their own in each set, all else shared.

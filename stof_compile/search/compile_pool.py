@@ -49,11 +49,16 @@ class CompilePool:
     Args:
         workers: how many; they are started at once and take jobs when they are ready.
         command: how a worker is started; tests pass their own.
+    Attributes:
+        ready: whether a worker has started.
+    Raises:
+        OSError, ValueError: no process can be started.
     """
 
     def __init__(self, workers: int, command: list[str] | None = None) -> None:
         self._jobs: SimpleQueue[tuple[Job, Future[str]] | None] = SimpleQueue()
         self._closed = False
+        self.ready = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         started = command or [sys.executable, "-m", WORKER_MODULE]
@@ -75,7 +80,7 @@ class CompilePool:
     @property
     def alive(self) -> bool:
         """Whether any worker is left."""
-        return not self._closed and any(process.poll() is None for process in self._processes)
+        return not self._closed and any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         """End the workers; jobs not begun are dropped."""
@@ -92,9 +97,11 @@ class CompilePool:
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.load(process.stdout)  # it says that it is ready
-        except (EOFError, OSError, pickle.UnpicklingError):
-            log.debug("a compile worker did not start")
+        except Exception as failure:  # whatever else was printed there is no pickle
+            log.debug("a compile worker did not start: %r", failure)
+            process.kill()
             return
+        self.ready = True
         while not self._closed:
             item = self._jobs.get()
             if item is None:
@@ -106,13 +113,25 @@ class CompilePool:
                 pickle.dump(job, process.stdin)
                 process.stdin.flush()
                 future.set_result(str(pickle.load(process.stdout)))
-            except (EOFError, OSError, pickle.UnpicklingError) as failure:
+            except Exception as failure:  # the worker is of no use any more
                 future.set_result(f"the worker ended: {failure!r}")
+                process.kill()
                 return
+
+
+def start_pool() -> CompilePool | None:
+    """A pool for this machine, None where no process can be started."""
+    if not sys.executable:
+        return None
+    try:
+        return CompilePool(worker_count())
+    except (OSError, ValueError) as failure:
+        log.info("candidates are compiled one by one: no worker can be started (%r)", failure)
+        return None
 
 
 def worker_count() -> int:
     """Workers for this machine: two for three cores, so that the process that times is not kept
     waiting; at most :data:`MAX_WORKERS`.
     """
-    return min(MAX_WORKERS, len(os.sched_getaffinity(0)) * 2 // 3)
+    return min(MAX_WORKERS, (os.cpu_count() or 1) * 2 // 3)

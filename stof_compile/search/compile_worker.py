@@ -46,6 +46,9 @@ def run(job: Job) -> str:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             template.build(job.recipe, dict(job.config)).run(operands)
+        if device.type == "cuda":
+            del operands
+            torch.cuda.empty_cache()  # the process that times needs the memory
     except Exception as failure:  # told to the pool: the candidate is compiled where it is timed
         return f"{type(failure).__name__}: {failure}"
     return ""

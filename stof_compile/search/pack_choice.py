@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from stof_compile.compare import compare
-from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
+from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec, fp32_products
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing import Pack, packs_bytes
 from stof_compile.plan import PackPlan
@@ -47,7 +47,8 @@ def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool
         return replace(held, source="plan")
     if not ctx.measure:
         return PackPlan(False, pack.sizes, "rules", reason="nothing may be measured")
-    held_value = None if ctx.store is None else ctx.store.get(STORE_KIND, pack.key)
+    key = f"{pack.key} {fp32_products()}"
+    held_value = None if ctx.store is None else ctx.store.get(STORE_KIND, key)
     if held_value is not None:
         try:
             return replace(PackPlan.from_dict(held_value), source="store")
@@ -56,9 +57,14 @@ def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool
     if ctx.budget.spent:
         return PackPlan(False, pack.sizes, "rules", reason="the time budget was spent")
     decide = _by_trials if on_gpu else _by_rounds
-    plan = decide(gm, pack, ctx)
+    try:
+        plan = decide(gm, pack, ctx)
+    except KeyboardInterrupt:
+        log.warning("tuning interrupted: going on with the best that was measured")
+        ctx.budget.stop()
+        return PackPlan(False, pack.sizes, "rules", reason="interrupted")
     if ctx.store is not None and not ctx.budget.spent:
-        ctx.store.put(STORE_KIND, pack.key, plan.to_dict())
+        ctx.store.put(STORE_KIND, key, plan.to_dict())
     return plan
 
 

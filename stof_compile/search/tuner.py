@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule
 
 from stof_compile.budget import Budget
-from stof_compile.errors import StofPlanError
+from stof_compile.errors import StofPlanError, StofUnsupportedError
 from stof_compile.fusion.chain import OpChain
 from stof_compile.fusion.fingerprint import fingerprint
 from stof_compile.fusion.op_list import ListedOp, op_list, span
 from stof_compile.fusion.read_recipe import read_recipe
-from stof_compile.fusion.recipe import Recipe
+from stof_compile.fusion.recipe import Recipe, fp32_products
 from stof_compile.fusion.scheme import Scheme
 from stof_compile.fusion.segment_key import segment_key
 from stof_compile.plan import ChainPlan, Plan, SegmentPlan
@@ -79,8 +79,8 @@ class TuningContext:
 
 
 def chain_key(chain: OpChain) -> str:
-    """The exact key of a whole chain."""
-    return segment_key(chain, 0, len(chain))
+    """The exact key of a whole chain, and of how fp32 matrices are multiplied."""
+    return f"{segment_key(chain, 0, len(chain))} {fp32_products()}"
 
 
 class ChainTuner:
@@ -250,10 +250,13 @@ class _ChainProblem:
                 for pair in pairs
             ]
             if timed[0] != timed[1] and all(timed):
-                initial_us, final_us = self._bench.compare(timed)
-                if final_us > initial_us:
-                    first, choices, final_us = initial, initial_best, initial_us
-        self._learned.note(self._fingerprint, first.hex, self._kinds)
+                compared = self._compared(timed)
+                if compared is not None:
+                    initial_us, final_us = compared
+                    if final_us > initial_us:
+                        first, choices, final_us = initial, initial_best, initial_us
+        if not ctx.budget.spent:  # what a search that was cut off ends with teaches nothing
+            self._learned.note(self._fingerprint, first.hex, self._kinds)
         reason = f"initial scheme {initial.hex}"
         if initial_us is not None and final_us is not None:
             reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
@@ -340,7 +343,8 @@ class _ChainProblem:
         best = {segment: self._best_known(segment) for segment in scheme.segments}
         for segment, choice in best.items():
             recipe = self._recipe(segment)
-            if isinstance(recipe, Recipe) and choice is not None and choice.template != LIBRARY:
+            taught = choice is not None and choice.template != LIBRARY and not ctx.budget.spent
+            if isinstance(recipe, Recipe) and choice is not None and taught:
                 self._learned.note_config(self._segment_fingerprint(segment), choice)
         return best
 
@@ -412,6 +416,20 @@ class _ChainProblem:
             self.ctx.progress(self.name, self._best_cost(place), self.ctx.trials)
         return trial.cost_us
 
+    def _compared(
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]
+    ) -> tuple[float, float] | None:
+        """Times of the initial and the final scheme; None where they could not be taken."""
+        try:
+            initial_us, final_us = self._bench.compare(schemes)
+        except KeyboardInterrupt:
+            self._interrupted()
+            return None
+        except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
+            log.warning("schemes could not be compared as wholes: %s", failure)
+            return None
+        return initial_us, final_us
+
     def _interrupted(self) -> None:
         """Ctrl-C ends the tuning, not the compile."""
         log.warning("tuning interrupted: going on with the best that was measured")
@@ -481,7 +499,7 @@ class _ChainProblem:
 
     def _illegal(self, place: Span) -> str:
         start, stop = span(self._ops, *place)
-        return (self._legality(start, stop) or "") if stop - start > 1 else ""
+        return self._legality(start, stop) or ""
 
     def _has_library(self, place: Span) -> bool:
         """Whether the segment as it is would be one kernel: a single op, or memory-intensive ops

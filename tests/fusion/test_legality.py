@@ -36,13 +36,15 @@ def test_projections_cannot_be_joined(bert):
     assert "3 compute-intensive" in refusal(graph, chain, at - 3, at + 4)
 
 
-def test_one_op_is_always_legal(capture):
+def test_one_op_needs_fixed_sizes_too(capture):
     def fn(x):
         return torch.relu(x.cos())
 
     graph = capture(fn, torch.randn(4, 6), dynamic=True)
-    assert refusal(graph, graph.chains[0], 0, 1) is None
+    assert "symbolic size" in refusal(graph, graph.chains[0], 0, 1)
     assert "symbolic size" in whole(graph)
+    fixed = capture(fn, torch.randn(4, 6))
+    assert refusal(fixed, fixed.chains[0], 0, 1) is None
 
 
 def test_gated_block_needs_three_products(llama):

@@ -84,7 +84,7 @@ def _compiled():
     programs = []
     for name in CASES:
         template, recipe, _, config = made(name)
-        programs.append((program_of(template, recipe, config, capability), template is CHAIN))
+        programs.append(program_of(template, recipe, config, capability))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda p: compile_program(p[0], capability, portable=p[1]), programs))
 
@@ -103,7 +103,7 @@ def test_programs_for_ampere_run_here(name):
     from tile_programs import program_of
 
     template, recipe, operands, config = made(name)
-    program = program_of(template, recipe, config, (8, 0))
+    program, _ = program_of(template, recipe, config, (8, 0))
     kernel = compile_program(program, torch.cuda.get_device_capability(), portable=True)
     out = torch.full(recipe.result.shape, float("nan"), dtype=recipe.result.dtype, device="cuda")
     if template is LINEAR:
