@@ -66,6 +66,8 @@ class Spine:
         steps = recipe.spine()
         if not steps:
             raise Refused("its steps are no straight line")
+        if steps[0].kind != "linear":
+            raise Refused(f"it starts with '{steps[0].kind}', not with 'linear'")
         self._recipe = recipe
         self._dtype = recipe.result.dtype
         self._rows = prod(recipe.result.shape[:-1])

@@ -123,7 +123,14 @@ def with_number():
     return w.done()[0]
 
 
+def cast_first():
+    w = Writer(HALF, "cpu")
+    w.linear(w.step("cast", w.operand(8, 64), to=HALF), 64, 64)
+    return w.done()[0]
+
+
 REFUSED = {
+    "a cast first": (LINEAR, cast_first(), "starts with 'cast'"),
     "fp32": (LINEAR, linear(dtype=torch.float32)[0], "float32"),
     "tanh": (LINEAR, linear(activation="tanh")[0], "tanh"),
     "odd width": (LINEAR, linear(n=60)[0], "16 bytes"),
