@@ -45,7 +45,8 @@ def test_kinds_edges_and_dtypes_enter():
 
 
 def test_names_do_not_matter(llama):
-    chain = llama(1).chains[0]
+    chain = max(llama(1).chains, key=len)
+    assert len(chain) >= 6
     renamed = OpChain(tuple(replace(op, name=f"other_{op.name}") for op in chain.ops))
     assert fingerprint(chain, 1, 6) == fingerprint(renamed, 1, 6)
 

@@ -151,7 +151,7 @@ def test_refusals_name_the_reason():
     two = (("add", ("v", 0), ("o", 3)), ("add", ("v", 1), ("o", 3)))
     assert "one is taken" in refused(built(*two))
     wider = random(2, 3, 5, 16, dtype=SINGLE, device="cpu")
-    assert "broadcast" in refused(built(("add", ("v", 0), ("o", 2)), operands=(x, w, wider, x)))
+    assert "straight" in refused(built(("add", ("v", 0), ("o", 2)), operands=(x, w, wider, x)))
     assert "copied" in refused(
         built(operands=(x, random(16, 16, dtype=SINGLE, device="cpu")[:, ::2]))
     )
