@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from stof_compile.node_ops import is_inplace, raw_name, storage_base
+from stof_compile.node_ops import argument, is_inplace, raw_name, storage_base
 
 REGION_ENTERS = frozenset({"_enter_autocast", "_enter_inference_mode"})
 REGION_EXITS = frozenset({"_exit_autocast", "_exit_inference_mode"})
@@ -58,8 +58,8 @@ def has_effects(graph: Graph) -> bool:
         name = raw_name(node)
         if name in ("batch_norm", "instance_norm") or "c10d" in name:
             return True
-        if name == "embedding" and (len(node.args) > 3 or node.kwargs.get("max_norm") is not None):
-            return True
+        if name == "embedding" and argument(node, 3, "max_norm") is not None:
+            return True  # rows that are longer are scaled in place
     return False
 
 

@@ -21,7 +21,14 @@ from stof_compile.fusion.recipe import (
     Step,
     TensorSpec,
 )
-from stof_compile.node_ops import argument, is_cast, number, operation, tensor_meta
+from stof_compile.node_ops import (
+    argument,
+    is_cast,
+    is_inplace,
+    number,
+    operation,
+    tensor_meta,
+)
 
 
 class _UnreadableError(Exception):
@@ -167,8 +174,11 @@ def _matmul(node: Node) -> _Read:
 
 def _activation(node: Node) -> _Read:
     name = operation(node)
-    if len(node.args) > (2 if name == "gelu" else 1) or set(node.kwargs) - {"input", "approximate"}:
+    second = "approximate" if name == "gelu" else "inplace"
+    if len(node.args) > 2 or set(node.kwargs) - {"input", second}:
         raise _UnreadableError(f"'{node.name}' has further arguments")
+    if is_inplace(node):
+        raise _UnreadableError(f"'{node.name}' writes to its input")
     approximate = argument(node, 1, "approximate", "none") if name == "gelu" else "none"
     if approximate not in ("none", "tanh"):
         raise _UnreadableError(f"'{node.name}' is a GELU approximated by {approximate!r}")

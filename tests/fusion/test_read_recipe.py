@@ -23,6 +23,8 @@ SPELLINGS = {
     "matmul": lambda x: (x @ KN + B).sigmoid(),
     "number first": lambda x: 1.5 - F.silu(F.linear(x, W)) * 2.0,
     "norm": lambda x: F.layer_norm(F.linear(x, W, B) + B, (8,), B, None, 1e-3),
+    "not in place": lambda x: F.silu(F.linear(x, W, B), inplace=False) * 2.0,
+    "module": lambda x: torch.nn.ReLU()(F.linear(x, W, B)) * 2.0,
     "rms": lambda x: F.rms_norm(F.linear(x, W), (8,), B),
 }
 
