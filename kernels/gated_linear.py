@@ -12,15 +12,17 @@ from torch import Tensor
 
 from .gated_linear_kernel import gated_linear_kernel
 from .linear_problem import (
-    bias_of,
     check_activation,
-    check_blocks,
-    check_input,
     describable,
     ensure_scratch_allocator,
     pieces,
     precision_of,
     processors,
+)
+from .operand_checks import (
+    bias_of,
+    check_input,
+    check_power_of_two,
     require,
     rows_of,
     weight_of,
@@ -74,7 +76,7 @@ def fused_gated_linear_forward(
     how = GatedLinearConfig(*config)
     check_input(x, _NAME)
     check_activation(activation, _NAME)
-    check_blocks(_NAME, block_m=how.block_m, block_n=how.block_n, block_k=how.block_k)
+    check_power_of_two(_NAME, 16, block_m=how.block_m, block_n=how.block_n, block_k=how.block_k)
     k = x.shape[-1]
     g = weight_of("gate", gate, x, k, _NAME)
     u = weight_of("up", up, x, k, _NAME)

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .limits import shared_memory_limit
 from .problem import on_device
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
 BLOCK_K = 64
 HALF_TYPES = (torch.float16, torch.bfloat16)
 TILES = ((256, 128), (128, 128))
-_SHARED_BYTES = 232448 - 1024  # of a Hopper multiprocessor, without barriers and small tables
+# Of a Hopper multiprocessor, without barriers and small tables.
+_SHARED_BYTES = shared_memory_limit((9, 0)) - 1024
 # Finisher warps -> registers of a thread at the start, of a finisher: 65,536 in all; the compiler
 # moves them from the producer to the consumers.
 _REGISTERS = {4: (128, 136), 8: (96, 96)}

@@ -19,16 +19,18 @@ from torch import Tensor
 from .linear_handoff import MAX_PARTS
 from .linear_kernel import linear_kernel
 from .linear_problem import (
-    bias_of,
     check_activation,
-    check_blocks,
-    check_input,
     describable,
     ensure_scratch_allocator,
     honest_parts,
     pieces,
     precision_of,
     processors,
+)
+from .operand_checks import (
+    bias_of,
+    check_input,
+    check_power_of_two,
     require,
     rows_of,
     weight_of,
@@ -84,7 +86,7 @@ def fused_linear_forward(
     how = LinearConfig(*config)
     check_input(x, _NAME)
     check_activation(activation, _NAME)
-    check_blocks(_NAME, block_m=how.block_m, block_n=how.block_n, block_k=how.block_k)
+    check_power_of_two(_NAME, 16, block_m=how.block_m, block_n=how.block_n, block_k=how.block_k)
     require(
         1 <= how.split_k <= MAX_PARTS and not (how.split_k > 1 and how.persistent),
         _NAME,

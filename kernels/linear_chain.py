@@ -15,13 +15,15 @@ from torch import Tensor
 from .linear_chain_kernel import linear_chain_kernel
 from .linear_handoff import MAX_PARTS
 from .linear_problem import (
-    bias_of,
     check_activation,
-    check_blocks,
-    check_input,
     honest_parts,
     pieces,
     precision_of,
+)
+from .operand_checks import (
+    bias_of,
+    check_input,
+    check_power_of_two,
     require,
     rows_of,
     weight_of,
@@ -78,9 +80,8 @@ def fused_linear_chain_forward(
     how = LinearChainConfig(*config)
     check_input(x, _NAME)
     check_activation(activation, _NAME)
-    check_blocks(
-        _NAME, block_m=how.block_m, block_h=how.block_h, block_n=how.block_n, block_k=how.block_k
-    )
+    blocks = {name: size for name, size in how._asdict().items() if name.startswith("block_")}
+    check_power_of_two(_NAME, 16, **blocks)
     require(
         how.block_k <= how.block_h, _NAME, "block_k must be <= block_h", (how.block_k, how.block_h)
     )

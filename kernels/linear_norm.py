@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from .linear_norm_kernel import linear_norm_rows_kernel, linear_partials_kernel
-from .norm import (
-    NormConfig,
-    NormOperands,
-    check_norm,
-    check_power_of_two,
-    gpu_kernel,
-    launch_norm,
-    require,
-    row_stride,
-    row_view,
-)
+from .norm import NormConfig, NormOperands, check_norm, launch_norm
 from .norm_kernel import norm_rows_kernel
-from .problem import on_device
+from .operand_checks import (
+    Rows,
+    check_input,
+    check_power_of_two,
+    check_weight,
+    require,
+    rows_of,
+)
+from .problem import launchable, on_device
 
 KERNELS = (linear_partials_kernel, norm_rows_kernel, linear_norm_rows_kernel)
+_NAME = "stof::fused_linear_norm"
 SPLIT_K, FULL_ROW = 0, 1
 MAX_FULL_ROW = 1024  # columns of a row that one program holds
 
@@ -78,31 +77,26 @@ def linear_norm_forward(
         ValueError: an argument does not fit the others.
     """
     how = LinearNormConfig(*config)
-    require(x.dim() > 0 and x.shape[-1] > 0, "x must be [..., K] with K > 0", tuple(x.shape))
-    require(
-        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
-        f"weight must be [N, {x.shape[-1]}]", tuple(weight.shape),
-    )  # fmt: skip
-    require(weight.dtype == x.dtype, f"weight must have the dtype of x ({x.dtype})", weight.dtype)
-    require(weight.device == x.device, f"weight must be on {x.device}", weight.device)
+    check_input(x, _NAME)
+    check_weight("weight", weight, x, x.shape[-1], _NAME)
     n, k = weight.shape
-    rows = x.numel() // k
-    operands = check_norm(x, rows, n, bias, residual, norm_weight, norm_bias, norm)
+    operands = check_norm(x, n, bias, residual, norm_weight, norm_bias, norm, _NAME)
     _check_config(how, n)
     out = x.new_empty((*x.shape[:-1], n))
     if out.numel() == 0:
         return out
-    x = row_view(x, k)
+    rows = rows_of("x", x, x, k, _NAME)
     if 1 not in weight.stride():
         weight = weight.contiguous()
     if how.form == FULL_ROW:
-        _launch_full_row(x, weight, operands, out, norm, eps, how)
+        _launch_full_row(rows, weight, operands, out, norm, eps, how)
     else:
         dtype = torch.float32 if how.split_k > 1 else x.dtype
-        partials = x.new_empty((how.split_k * rows, n), dtype=dtype)
-        _launch_partials(x, weight, partials, how)
+        partials = x.new_empty((how.split_k * rows.tensor.shape[0], n), dtype=dtype)
+        _launch_partials(rows, weight, partials, how)
         norm_config = NormConfig(how.norm_rows, how.norm_warps)
-        launch_norm(partials, how.split_k, operands, out, norm, eps, norm_config)
+        planes = Rows(partials, n)
+        launch_norm(planes, how.split_k, operands, out, norm, eps, norm_config, _NAME)
     return out
 
 
@@ -128,28 +122,30 @@ def row_tiles(n: int) -> tuple[int, int]:
 
 
 def _check_config(how: LinearNormConfig, n: int) -> None:
-    require(how.form in (SPLIT_K, FULL_ROW), "form must be 0 (split K) or 1 (full row)", how.form)
-    for name in ("block_m", "block_n", "block_k", "num_warps"):
-        check_power_of_two(name, getattr(how, name))
-        require(name == "num_warps" or getattr(how, name) >= 16, f"{name} must be >= 16", how)
-    require(how.split_k >= 1, "split_k must be at least 1", how.split_k)
+    rule = "form must be 0 (split K) or 1 (full row)"
+    require(how.form in (SPLIT_K, FULL_ROW), _NAME, rule, how.form)
+    check_power_of_two(_NAME, 16, block_m=how.block_m, block_n=how.block_n, block_k=how.block_k)
+    check_power_of_two(_NAME, num_warps=how.num_warps)
+    require(how.split_k >= 1, _NAME, "split_k must be at least 1", how.split_k)
     if how.form == FULL_ROW:
-        require(16 <= n <= MAX_FULL_ROW, f"full rows must have 16 to {MAX_FULL_ROW} columns", n)
+        rule = f"full rows must have 16 to {MAX_FULL_ROW} columns"
+        require(16 <= n <= MAX_FULL_ROW, _NAME, rule, n)
 
 
-def _launch_partials(x: Tensor, weight: Tensor, partials: Tensor, how: LinearNormConfig) -> None:
-    (rows, k), n = x.shape, weight.shape[0]
+def _launch_partials(held: Rows, weight: Tensor, partials: Tensor, how: LinearNormConfig) -> None:
+    x, (n, k) = held.tensor, weight.shape
+    rows = x.shape[0]
     tiles_n = -(-n // how.block_n)
     k_tiles = -(-k // how.block_k)
     steps = -(-k_tiles // how.split_k)
     programs = -(-rows // how.block_m) * tiles_n * how.split_k
     with on_device(x):
-        gpu_kernel(linear_partials_kernel, x)[(programs,)](
+        launchable(linear_partials_kernel, x)[(programs,)](
             x,
             weight,
             partials,
             rows,
-            STRIDE_X=row_stride(x),
+            STRIDE_X=held.stride,
             STRIDE_WN=weight.stride(0),
             STRIDE_WK=weight.stride(1),
             N=n,
@@ -169,7 +165,7 @@ def _launch_partials(x: Tensor, weight: Tensor, partials: Tensor, how: LinearNor
 
 
 def _launch_full_row(
-    x: Tensor,
+    held: Rows,
     weight: Tensor,
     operands: NormOperands,
     out: Tensor,
@@ -177,23 +173,24 @@ def _launch_full_row(
     eps: float,
     how: LinearNormConfig,
 ) -> None:
-    (rows, k), n = x.shape, weight.shape[0]
+    x, (n, k) = held.tensor, weight.shape
+    rows = x.shape[0]
     bias, residual, scale, shift = operands
     left_n, right_n = row_tiles(n)
     with on_device(x):
-        gpu_kernel(linear_norm_rows_kernel, x)[(-(-rows // how.block_m),)](
+        launchable(linear_norm_rows_kernel, x)[(-(-rows // how.block_m),)](
             x,
             weight,
             x if bias is None else bias,
-            x if residual is None else residual,
+            x if residual is None else residual.tensor,
             x if scale is None else scale,
             x if shift is None else shift,
             out,
             rows,
-            STRIDE_X=row_stride(x),
+            STRIDE_X=held.stride,
             STRIDE_WN=weight.stride(0),
             STRIDE_WK=weight.stride(1),
-            STRIDE_R=0 if residual is None else row_stride(residual),
+            STRIDE_R=0 if residual is None else residual.stride,
             N=n,
             K=k,
             EPS=float(eps),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .norm import check_power_of_two, gpu_kernel, require
+from .operand_checks import check_gpu, check_operand, check_power_of_two, require
 from .pointwise_program import (
     ACTIVATIONS,
     ARITHMETIC,
@@ -26,7 +26,9 @@ from .pointwise_program import (
     read_program,
     source_of,
 )
-from .problem import DTYPES, on_device
+from .problem import launchable, on_device
+
+_NAME = "stof::fused_pointwise"
 
 
 def pointwise_forward(
@@ -47,22 +49,15 @@ def pointwise_forward(
         ValueError: an operand, the program or the config does not fit.
     """
     block, num_warps = config
-    check_power_of_two("block", block)
-    check_power_of_two("num_warps", num_warps)
-    require(len(operands) > 0, "there must be an operand", 0)
+    check_power_of_two(_NAME, block=block, num_warps=num_warps)
+    require(len(operands) > 0, _NAME, "there must be an operand", 0)
     first = operands[0]
+    check_gpu("operand 0", first, _NAME)
     for number, operand in enumerate(operands):
-        require(
-            operand.dtype in DTYPES, f"operand {number} must be fp16, bf16 or fp32", operand.dtype
-        )
-        require(
-            operand.device == first.device, f"operand {number} must be on {first.device}",
-            operand.device,
-        )  # fmt: skip
-        require(
-            broadcasts(operand.shape, shape), f"operand {number} must broadcast to {tuple(shape)}",
-            tuple(operand.shape),
-        )  # fmt: skip
+        name = f"operand {number}"
+        check_operand(name, operand, first, _NAME, own_dtype=True)
+        rule = f"{name} must broadcast to {tuple(shape)}"
+        require(broadcasts(operand.shape, shape), _NAME, rule, tuple(operand.shape))
     read = read_program(program, len(operands))
     out = first.new_empty(shape, dtype=getattr(torch, read.dtype))
     total = out.numel()
@@ -79,7 +74,7 @@ def pointwise_forward(
         if access.kind in ("head", "middle"):
             sizes[f"INNER{number}"] = access.inner
     with on_device(first):
-        gpu_kernel(kernel, first)[(-(-total // block),)](
+        launchable(kernel, first)[(-(-total // block),)](
             *(tensor for tensor, _ in placed), out, total, **sizes, BLOCK=block, num_warps=num_warps
         )
     return out

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from stof_compile.emit import erase_unused
 from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
 from stof_compile.folded import FoldedBuffers
-from stof_compile.fuse import FusionResult, compilers_for, fuse_operators
+from stof_compile.fuse import Fusion, FusionResult
 from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor
@@ -73,10 +74,12 @@ def stof(
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
     captured = copy_graph(gm)
-    outcome = _fastest(_improve(gm, facts, opts), captured, facts, example_inputs, opts)
+    budget = Budget(opts.tune_budget_s)
+    outcome = _improve(gm, facts, opts, budget)
+    outcome, timed = _fastest(outcome, captured, facts, example_inputs, opts, budget)
     record, started = outcome.record, time.monotonic()
     try:
-        compiled = _finished(outcome, example_inputs, opts)
+        compiled = _finished(outcome, example_inputs, opts, timed)
     except Exception as failure:  # Inductor did not take our graph; it may take the captured one
         if outcome.fusion is None or not outcome.fusion.changed or opts.strict:
             raise
@@ -109,19 +112,24 @@ class Outcome:
     fusion: FusionResult | None = None
 
 
-def _improve(gm: torch.fx.GraphModule, facts: CaptureFacts, opts: StofOptions) -> Outcome:
+def _improve(
+    gm: torch.fx.GraphModule, facts: CaptureFacts, opts: StofOptions, budget: Budget | None = None
+) -> Outcome:
     """Run STOF's own passes; when one fails the original graph is compiled.
 
+    Args:
+        budget: seconds left for measurements; None = all that the options give.
     Raises:
         StofMaskError: one failed and the options have a mask, which would be lost.
     """
     original, started = copy_graph(gm), time.monotonic()
+    budget = budget or Budget(opts.tune_budget_s)
     device = device_facts(facts.device)
     record = Record(device=device.to_json(), options=opts.to_json())
     record.graphs["captured"] = graph_text(gm)
     outcome = Outcome(record, Plan(environment_key(device)), original)
     try:
-        outcome = _rewrite(gm, facts, opts, record)
+        outcome = _rewrite(gm, facts, opts, record, budget)
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
@@ -134,7 +142,11 @@ def _improve(gm: torch.fx.GraphModule, facts: CaptureFacts, opts: StofOptions) -
 
 
 def _rewrite(
-    gm: torch.fx.GraphModule, facts: CaptureFacts, opts: StofOptions, record: Record
+    gm: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    opts: StofOptions,
+    record: Record,
+    budget: Budget,
 ) -> Outcome:
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
@@ -153,16 +165,21 @@ def _rewrite(
     store = Store(opts.cache_dir or default_root(), environment)
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
     identity = hashlib.sha256(record.graphs["captured"].encode()).hexdigest()
-    ctx = LoweringContext(facts, opts, store, Budget(opts.tune_budget_s), plan, {})
+    ctx = LoweringContext(facts, opts, store, budget, plan, {})
     fusion = None
-    with compilers_for(gm, facts, opts, store, identity) as compilers:
+    with ExitStack() as ending:
+        operators = None
+        if opts.fusion != "off":
+            operators = Fusion(gm, facts, opts, store, budget, plan, identity)
+            ending.enter_context(operators)
+            operators.compile_ahead()
+        started = time.monotonic()
         reports = lower_attention(gm, sites, resolved, ctx)
+        record.timings_s["attention"] = time.monotonic() - started
         erase_unused(gm.graph)  # views and mask parts written for sites that stayed
         record_sites(reports, record)
-        if opts.fusion != "off":
-            fusion = fuse_operators(
-                gm, facts, opts, store, ctx.budget, plan, compilers=compilers, identity=identity
-            )
+        if operators is not None:
+            fusion = operators.run()
             record_fusion(fusion, record)
     if opts.fusion != "off" and not facts.grad_enabled:
         shortened = shorten_gelu(gm)
@@ -181,22 +198,27 @@ def _fastest(
     facts: CaptureFacts,
     inputs: Sequence[Any],
     opts: StofOptions,
-) -> Outcome:
+    budget: Budget,
+) -> tuple[Outcome, Callable[..., Any] | None]:
     """Take the rewritten graph, or an earlier form of it where that is faster as a whole.
 
     Graphs that write to their inputs are not run here; their segments were compared one by one.
+
+    Returns:
+        The form, and what Inductor made of it where it was compiled as the options ask for.
     """
     fusion = outcome.fusion
     unmeasured = opts.tune_budget_s <= 0 or opts.plan is not None or opts.fusion != "auto"
     if fusion is None or not fusion.changed or unmeasured or facts.mutated_inputs:
-        return outcome
+        return outcome, None
     if has_effects(captured.graph):
-        return outcome
+        return outcome, None
 
     def earlier(attention: str) -> Outcome:
         gm = copy_graph(captured)
         here = facts_at_call(gm, inputs, facts, constant=True)
-        return _improve(gm, here, replace(opts, fusion="off", strict=False, attention=attention))
+        asked = replace(opts, fusion="off", strict=False, attention=attention)
+        return _improve(gm, here, asked, budget)
 
     forms: dict[str, Outcome] = {"fused": outcome}
 
@@ -205,9 +227,9 @@ def _fastest(
             forms[name] = earlier(opts.attention if name == "attention only" else "sdpa")
         return forms[name].gm
 
-    names = ["fused", "attention only"]
+    names = ["fused", "attention only"]  # in the order in which they are tried while there is time
     if opts.attention == "auto" and not opts.strict:  # else the user's choice would be undone
-        names.append("as torch.compile runs it")
+        names.insert(1, "as torch.compile runs it")
     store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))
     graphs, asked = outcome.record.graphs, outcome.record.options
     options = [asked[name] for name in ("mask", "inductor", "mode", "attention")]
@@ -215,10 +237,11 @@ def _fastest(
     identity = json.dumps(told)
     makers = {name: partial(make, name) for name in names}
     started = time.monotonic()
-    verdict = fastest_form(makers, inputs, facts.device, opts, store, identity)
+    fastest = fastest_form(makers, inputs, facts.device, opts, store, identity, budget)
     outcome.record.timings_s["verdict"] = time.monotonic() - started
-    if verdict is None:
-        return outcome
+    if fastest is None:
+        return outcome, None
+    verdict = fastest.verdict
     logger.info("%s", verdict)
     make(verdict.winner)
     kept, found = forms[verdict.winner], outcome.record
@@ -226,7 +249,7 @@ def _fastest(
         kept.record.chains, kept.record.packs = found.chains, found.packs
         kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
     kept.record.notes.append(str(verdict))
-    return kept
+    return kept, fastest.compiled
 
 
 def _compile_again(
@@ -242,9 +265,18 @@ def _compile_again(
     return _finished(_improve(gm, here, opts), inputs, opts)
 
 
-def _finished(outcome: Outcome, inputs: Sequence[Any], opts: StofOptions) -> Callable[..., Any]:
-    """The compiled graph, which looks after its packed weights at each call."""
-    compiled = compile_with_inductor(outcome.gm, inputs, opts)
+def _finished(
+    outcome: Outcome,
+    inputs: Sequence[Any],
+    opts: StofOptions,
+    timed: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The compiled graph, which looks after its packed weights at each call.
+
+    Args:
+        timed: the graph as it was compiled for timing; None = it is compiled here.
+    """
+    compiled = timed or compile_with_inductor(outcome.gm, inputs, opts)
     packed = None if outcome.fusion is None else outcome.fusion.packed
     if packed is None:
         return compiled

@@ -15,6 +15,11 @@ from stof_compile.node_ops import argument, is_inplace, raw_name, storage_base
 REGION_ENTERS = frozenset({"_enter_autocast", "_enter_inference_mode"})
 REGION_EXITS = frozenset({"_exit_autocast", "_exit_inference_mode"})
 GRAD_MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+# Beginnings of other calls with an effect on what follows them; they pair in no common way.
+BARRIERS = (
+    "_saved_tensors_hooks", "_vmap_", "_grad_increment", "_grad_decrement", "_jvp_",
+    "_functionalization", "_set_deterministic", "_set_fwd_grad",
+)  # fmt: skip
 
 
 def written_by(node: Node) -> tuple[Node, ...] | None:
@@ -66,11 +71,12 @@ def has_effects(graph: Graph) -> bool:
 def region_states(graph: Graph) -> dict[Node, tuple[object, ...]]:
     """Every node with what is switched on around it; nodes of equal states compute alike.
 
-    A region that is left and entered again is another one.
+    A region that is left and entered again is another one, and so is what stands behind a barrier.
     """
     states: dict[Node, tuple[object, ...]] = {}
     entered: list[Node] = []
     gradients: object = None  # as at the start of the graph
+    barrier: Node | None = None
     for node in graph.nodes:
         name = raw_name(node)
         if name in REGION_ENTERS:
@@ -79,7 +85,9 @@ def region_states(graph: Graph) -> dict[Node, tuple[object, ...]]:
             entered = [region for region in entered if region is not node.args[0]]
         elif name in GRAD_MODES:
             gradients = node.args[0]
-        states[node] = (*entered, gradients)
+        elif name.startswith(BARRIERS):
+            barrier = node
+        states[node] = (*entered, gradients, barrier)
     return states
 
 

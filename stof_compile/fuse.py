@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch.fx import GraphModule
 from stof_compile.between import switches_gradients_on
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
-from stof_compile.device import DeviceFacts, device_facts
+from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofPlanError
 from stof_compile.fold_transpose import fold_transposes
 from stof_compile.fusion.chain import OpChain, find_chains
@@ -27,6 +26,7 @@ from stof_compile.fusion.op_list import op_list, span
 from stof_compile.fusion.read_recipe import read_recipe
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.rewrite import Segment, rewrite_segments
+from stof_compile.graph_copy import copy_graph
 from stof_compile.node_ops import raw_name
 from stof_compile.options import StofOptions
 from stof_compile.packing import PackedWeights, apply_packs, find_packs
@@ -34,19 +34,20 @@ from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
 from stof_compile.search.bench import LIBRARY, DeviceBench
-from stof_compile.search.compile_pool import CompilePool, start_pool
+from stof_compile.search.compile_pool import start_pool
+from stof_compile.search.context import TuningContext
 from stof_compile.search.initial import limits_of
-from stof_compile.search.pack_choice import choose_packs
+from stof_compile.search.pack_choice import choose_packs, prepare_packs
 from stof_compile.search.trial import TrialTable
-from stof_compile.search.tuner import ChainTuner, TuningContext, chain_key
+from stof_compile.search.tuner import ChainTuner, chain_key
+from stof_compile.static_values import StaticValues
 from stof_compile.store import Store
 from stof_compile.templates import TEMPLATES
-from stof_compile.templates.base import Template
 
 logger = logging.getLogger("stof_compile")
 
 TUNED_KIND = "tuned"  # of the store: graphs that were tuned before
-SEARCH_SHARE = 0.93  # of the seconds left when fusion begins
+SEARCH_SHARE = 0.6  # of the seconds left when fusion begins; whole graphs are compared after it
 
 
 @dataclass
@@ -101,139 +102,176 @@ def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
     return ""
 
 
-@contextmanager
-def compilers_for(
-    gm: GraphModule, facts: CaptureFacts, opts: StofOptions, store: Store, identity: str
-) -> Iterator[CompilePool | None]:
-    """Start the processes that compile candidates, so that they are ready when fusion begins.
-
-    They end with the context at the latest.
+class Fusion:
+    """Operator fusion of one graph, as a context: the processes that compile end with it.
 
     Args:
-        identity: names the captured graph. One that was tuned before measures little or nothing,
-            and gets its processes only if it asks for them.
+        gm: the normalised graph, changed in place. facts: of its capture. budget: seconds left for
+            all that is measured. plan: choices of the user. identity: names the captured graph;
+            one that was tuned before measures little or nothing, and gets processes that compile
+            only if it asks for them.
+    Attributes:
+        refusal: why the operators of the graph are left to Inductor, empty when they are not.
     """
-    measured = opts.fusion == "auto" and opts.tune_budget_s > 0 and opts.plan is None
-    known = store.get(TUNED_KIND, identity) is not None
-    if not measured or known or facts.device.type != "cuda" or fusion_refusal(gm, facts):
-        yield None
-        return
-    pool = start_pool()
-    try:
-        yield pool
-    finally:
-        if pool is not None:
-            pool.close()
 
-
-def fuse_operators(
-    gm: GraphModule,
-    facts: CaptureFacts,
-    opts: StofOptions,
-    store: Store | None,
-    budget: Budget,
-    plan: Plan | None,
-    *,
-    compilers: CompilePool | None = None,
-    identity: str = "",
-) -> FusionResult:
-    """Fuse the operators of a graph in place.
-
-    Args:
-        compilers: from :func:`compilers_for`. identity: as there.
-    Raises:
-        StofPlanError: the user's plan does not fit the graph.
-        StofOptionError: ``fusion`` is a scheme code that fits no chain.
-    """
-    started = time.monotonic()
-    result = FusionResult(refusal=fusion_refusal(gm, facts))
-    if result.refusal:
-        return result
-    device = device_facts(facts.device)
-    templates = tuple(t for t in TEMPLATES if device.kind in t.device_kinds)
-    bench = DeviceBench(
-        templates, device, facts.device, TrialTable(store), budget, opts.seed, pool=compilers
-    )
-    forced = opts.fusion if opts.fusion not in ("auto", "off") else ""
-    # what follows the search (choosing, comparing whole schemes) has to fit into the budget too
-    budget = budget.slice(SEARCH_SHARE)
-    bench.budget = budget
-    ctx = TuningContext(
-        bench, budget, opts.tune_budget_s, store, plan, opts.seed, forced,
-        measure=opts.tune_budget_s > 0, limits=limits_of(device.capability),
-    )  # fmt: skip
-    try:
-        with tuning_progress(budget) as ctx.progress:
-            result.folded = fold_transposes(gm, facts)
-            _pack_projections(gm, facts, ctx, device, result)
-            _fuse_chains(gm, facts, ctx, templates, device, result)
-    finally:
-        bench.release()
-    result.trials = ctx.trials
-    if store is not None and identity and result.trials:
-        store.put(TUNED_KIND, identity, {"trials": result.trials})
-    result.seconds = time.monotonic() - started
-    result.measuring_s, result.compiling_s = bench.measuring_s, bench.compiling_s
-    if plan is not None:
-        _refuse_other_plan(plan, result)
-    if forced and not any(p.source == "forced" for p in result.chains.values()):
-        raise StofOptionError(
-            f"option 'fusion': no chain of this graph has a legal scheme {forced!r}; the dump of "
-            "a compile with fusion='auto' lists the chains and their codes"
+    def __init__(
+        self,
+        gm: GraphModule,
+        facts: CaptureFacts,
+        opts: StofOptions,
+        store: Store | None,
+        budget: Budget,
+        plan: Plan | None,
+        identity: str = "",
+    ) -> None:
+        self._gm, self._facts, self._opts, self._store = gm, facts, opts, store
+        self._plan, self._identity = plan, identity
+        self.refusal = fusion_refusal(gm, facts)
+        self._device = device_facts(facts.device)
+        self._templates = tuple(t for t in TEMPLATES if self._device.kind in t.device_kinds)
+        self._bench = DeviceBench(
+            self._templates, self._device, facts.device, TrialTable(store), budget, opts.seed
         )
-    return result
+        self._context = TuningContext(
+            self._bench, budget, opts.tune_budget_s, store, plan, opts.seed,
+            forced=opts.fusion if opts.fusion not in ("auto", "off") else "",
+            measure=opts.tune_budget_s > 0, limits=limits_of(self._device.capability),
+        )  # fmt: skip
 
+    def __enter__(self) -> Fusion:
+        if self._will_measure and self._device.is_cuda:
+            self._bench.pool = start_pool()
+        return self
 
-def _pack_projections(
-    gm: GraphModule,
-    facts: CaptureFacts,
-    ctx: TuningContext,
-    device: DeviceFacts,
-    result: FusionResult,
-) -> None:
-    packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
-    result.packs = choose_packs(gm, packs, ctx, on_gpu=device.is_cuda)
-    taken = [pack for pack in packs if result.packs[pack.key].packed]
-    if taken:
-        result.packed = apply_packs(gm, facts, taken)
+    def __exit__(self, *failure: object) -> None:
+        self._bench.release()
 
+    @property
+    def _will_measure(self) -> bool:
+        if self.refusal or self._context.forced or not self._context.measure:
+            return False
+        known = self._store is not None and self._store.get(TUNED_KIND, self._identity) is not None
+        return self._plan is None and not known
 
-def _fuse_chains(
-    gm: GraphModule,
-    facts: CaptureFacts,
-    ctx: TuningContext,
-    templates: Sequence[Template],
-    device: DeviceFacts,
-    result: FusionResult,
-) -> None:
-    if not templates:
-        return
-    chains = find_chains(gm, facts)
-    alike: dict[str, list[OpChain]] = {}
-    for chain in chains:
-        alike.setdefault(chain_key(chain), []).append(chain)
-    # the heaviest first, each with its share of the time that is left
-    weights = {key: _weight(places) for key, places in alike.items()}
-    tuners = [
-        ChainTuner(gm, alike[key][0], partial(_legality, alike[key][0], gm, facts), ctx)
-        for key in sorted(alike, key=lambda key: -weights[key])
-    ]
-    for tuner in tuners:
-        tuner.compile_ahead()
-    whole = ctx.budget
-    for tuner in tuners:
-        ctx.use(whole.slice(weights[tuner.key] / sum(weights.values())))
-        chosen = tuner.choose()
-        del weights[tuner.key]
-        if chosen is not None:
-            result.chains[tuner.key] = replace(chosen, count=len(alike[tuner.key]))
-    ctx.use(whole)
-    named = {template.name: template for template in templates}
-    calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
-    for key, chosen in result.chains.items():
-        for chain in alike[key]:
-            calls += _calls(gm, chain, chosen, named, facts, device)
-    result.segments = rewrite_segments(gm, calls)
+    def compile_ahead(self) -> None:
+        """Give the processes that compile what the search will most likely ask for.
+
+        Meant to be called before attention is chosen, so that kernels are ready when fusion
+        begins; nothing is measured, and the graph stays as it is.
+        """
+        if self._bench.pool is None:
+            return
+        gm = copy_graph(self._gm)
+        static = StaticValues(gm.graph, self._facts.static.buffers)
+        facts = replace(self._facts, static=static)
+        fold_transposes(gm, facts)
+        packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
+        prepare_packs(gm, packs, self._context)
+        _, tuners = self._tuners(gm, facts)
+        for tuner in tuners:
+            tuner.compile_ahead()
+
+    def run(self) -> FusionResult:
+        """Fuse the operators.
+
+        Raises:
+            StofPlanError: the user's plan does not fit the graph.
+            StofOptionError: ``fusion`` is a scheme code that fits no chain.
+        """
+        started = time.monotonic()
+        result = FusionResult(refusal=self.refusal)
+        if result.refusal:
+            return result
+        ctx, bench = self._context, self._bench
+        # what follows (choosing, comparing whole schemes and graphs) has to fit in, too
+        ctx.use(ctx.budget.slice(SEARCH_SHARE))
+        with tuning_progress(ctx.budget) as ctx.progress:
+            result.folded = fold_transposes(self._gm, self._facts)
+            self._pack_projections(result)
+            self._fuse_chains(result)
+        result.trials = ctx.trials
+        if self._store is not None and self._identity and result.trials:
+            self._store.put(TUNED_KIND, self._identity, {"trials": result.trials})
+        result.seconds = time.monotonic() - started
+        result.measuring_s, result.compiling_s = bench.measuring_s, bench.compiling_s
+        if self._plan is not None:
+            _refuse_other_plan(self._plan, result)
+        if ctx.forced and not any(p.source == "forced" for p in result.chains.values()):
+            raise StofOptionError(
+                f"option 'fusion': no chain of this graph has a legal scheme {ctx.forced!r}; the "
+                "dump of a compile with fusion='auto' lists the chains and their codes"
+            )
+        return result
+
+    def _pack_projections(self, result: FusionResult) -> None:
+        gm, facts = self._gm, self._facts
+        packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
+        result.packs = choose_packs(gm, packs, self._context, on_gpu=self._device.is_cuda)
+        taken = [pack for pack in packs if result.packs[pack.key].packed]
+        if taken:
+            result.packed = apply_packs(gm, facts, taken)
+
+    def _tuners(
+        self, gm: GraphModule, facts: CaptureFacts
+    ) -> tuple[dict[str, list[OpChain]], list[ChainTuner]]:
+        """The chains of a graph by key, and a tuner for each, the heaviest first."""
+        if not self._templates:
+            return {}, []
+        alike: dict[str, list[OpChain]] = {}
+        for chain in find_chains(gm, facts):
+            alike.setdefault(chain_key(chain), []).append(chain)
+        tuners = [
+            ChainTuner(gm, places[0], partial(_legality, places[0], gm, facts), self._context)
+            for places in sorted(alike.values(), key=lambda places: -_weight(places))
+        ]
+        return alike, tuners
+
+    def _fuse_chains(self, result: FusionResult) -> None:
+        gm, ctx = self._gm, self._context
+        alike, tuners = self._tuners(gm, self._facts)
+        for tuner in tuners:
+            tuner.compile_ahead()
+        # each chain has its share of the time that is left
+        weights = {key: _weight(places) for key, places in alike.items()}
+        whole = ctx.budget
+        for tuner in tuners:
+            ctx.use(whole.slice(weights[tuner.key] / sum(weights.values())))
+            chosen = tuner.choose()
+            del weights[tuner.key]
+            if chosen is not None:
+                result.chains[tuner.key] = replace(chosen, count=len(alike[tuner.key]))
+        ctx.use(whole)
+        calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+        for key, chosen in result.chains.items():
+            for chain in alike[key]:
+                calls += self._calls(chain, chosen)
+        result.segments = rewrite_segments(gm, calls)
+
+    def _calls(
+        self, chain: OpChain, chosen: ChainPlan
+    ) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
+        """The calls that replace the segments of one occurrence of a chain."""
+        gm = self._gm
+        templates = {template.name: template for template in self._templates}
+        ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
+        calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+        for segment in chosen.segments:
+            if segment.template == LIBRARY:
+                continue
+            start, stop = span(ops, segment.start, segment.stop)
+            reason = segment_refusal(chain, start, stop, gm, self._facts)
+            recipe = read_recipe(gm, chain, start, stop)
+            if reason is not None or not isinstance(recipe, Recipe):
+                logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
+                continue
+            template = templates[segment.template]
+            refusal = template.refusal(recipe, self._device)  # strides of equal chains may differ
+            if refusal is not None:
+                logger.info("%s is left to Inductor: %s", chain.ops[start].name, refusal)
+                continue
+            call = template.build(recipe, dict(segment.config))
+            calls.append((Segment(chain, start, stop), call.run))
+        return calls
 
 
 def _legality(
@@ -252,36 +290,6 @@ def _weight(places: Sequence[OpChain]) -> float:
                 size *= extent if isinstance(extent, int) else 1
             total += size * (4 if op.kind.compute_intensive else 1)
     return total * len(places)
-
-
-def _calls(
-    gm: GraphModule,
-    chain: OpChain,
-    chosen: ChainPlan,
-    templates: Mapping[str, Template],
-    facts: CaptureFacts,
-    device: DeviceFacts,
-) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
-    """The calls that replace the segments of one occurrence of a chain."""
-    ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
-    calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
-    for segment in chosen.segments:
-        if segment.template == LIBRARY:
-            continue
-        start, stop = span(ops, segment.start, segment.stop)
-        reason = segment_refusal(chain, start, stop, gm, facts)
-        recipe = read_recipe(gm, chain, start, stop)
-        if reason is not None or not isinstance(recipe, Recipe):
-            logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
-            continue
-        template = templates[segment.template]
-        refusal = template.refusal(recipe, device)  # strides may differ between equal chains
-        if refusal is not None:
-            logger.info("%s is left to Inductor: %s", chain.ops[start].name, refusal)
-            continue
-        call = template.build(recipe, dict(segment.config))
-        calls.append((Segment(chain, start, stop), call.run))
-    return calls
 
 
 def _refuse_other_plan(plan: Plan, result: FusionResult) -> None:

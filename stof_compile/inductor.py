@@ -18,6 +18,13 @@ def config_patches(options: StofOptions) -> dict[str, Any]:
     return {**mode, **options.inductor}
 
 
+def uses_cuda_graphs(options: StofOptions) -> bool:
+    """Whether Inductor wraps the compiled graph in CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(config_patches(options).get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: StofOptions
 ) -> Callable[..., Any]:

@@ -331,9 +331,9 @@ def _time_replay(
     turns = max(1, min(round(GRAPH_US / max(one_turn_us, 1.0)), 200))
     calls = turns * len(input_sets)
     graph = torch.cuda.CUDAGraph()
-    # Not with torch.cuda.graph: it collects garbage and empties the allocator's cache first, which
-    # takes longer than the measurement. thread_local: other threads of the process may allocate
-    # meanwhile without spoiling the capture.
+    # Not with torch.cuda.graph: it may collect garbage and empties the allocator's cache first, and
+    # what runs next has to get its memory from the driver again. thread_local: other threads of the
+    # process may allocate meanwhile without spoiling the capture.
     stream.synchronize()
     graph.capture_begin(capture_error_mode="thread_local")
     try:

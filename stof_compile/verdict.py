@@ -1,9 +1,9 @@
 """The last word on a rewritten graph: timed as a whole against what it would be without us.
 
 Segments are measured alone; what Inductor would have fused across their borders shows only in the
-whole graph. So the finished graph, the graph with attention rewritten only, and the graph as
-torch.compile would run it are compiled and timed in turns, once per graph, device and versions, and
-the fastest is kept.
+whole graph. So the finished graph, the graph as torch.compile would run it and, while
+there is time, the graph with attention rewritten only are compiled and timed in turns, once per
+graph, device and versions, and the fastest is kept.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from stof_compile.budget import Budget
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.graph_copy import copy_graph
-from stof_compile.inductor import compile_with_inductor
+from stof_compile.inductor import compile_with_inductor, uses_cuda_graphs
 from stof_compile.measure import time_in_turns
 from stof_compile.options import StofOptions
 from stof_compile.store import Store
@@ -50,6 +51,19 @@ class Verdict:
         return f"whole graph: {times}; kept: {self.winner} ({self.source})"
 
 
+@dataclass(frozen=True)
+class FastestForm:
+    """What :func:`fastest_form` found.
+
+    Args:
+        verdict: the times and the winner. compiled: the winner as it was timed, where that is just
+            what the options ask for; else None.
+    """
+
+    verdict: Verdict
+    compiled: Callable[..., Any] | None = None
+
+
 def fastest_form(
     forms: Mapping[str, Callable[[], GraphModule]],
     inputs: Sequence[Any],
@@ -57,7 +71,8 @@ def fastest_form(
     opts: StofOptions,
     store: Store | None,
     identity: str,
-) -> Verdict | None:
+    budget: Budget,
+) -> FastestForm | None:
     """Compile and time the forms of one graph.
 
     Args:
@@ -66,36 +81,56 @@ def fastest_form(
         inputs: real inputs of the graph, which are read only.
         opts: its Inductor settings apply, but for CUDA graphs.
         store: where the verdict is kept. identity: text that names the graph and what was asked.
+        budget: once it is spent no further form is compiled for timing.
     Returns:
-        None when no form could be timed.
+        None when no two forms could be timed, or after Ctrl-C.
     """
     key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
     held = None if store is None else store.get(STORE_KIND, key)
     if held is not None and held.get("winner") in forms:
         try:
-            return replace(Verdict(**held), source="store")
+            return FastestForm(replace(Verdict(**held), source="store"))
         except TypeError as error:
             logger.warning("a stored verdict cannot be read (%r) and is taken anew", error)
-    plain = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
-    compiled: dict[str, Callable[..., Any]] = {}
-    for name, make in forms.items():
-        try:
-            compiled[name] = compile_with_inductor(copy_graph(make()), inputs, plain)
-        except Exception as failure:  # a form that fails is out; the next one may be the answer
-            if opts.strict:
-                raise
-            logger.warning("%s could not be compiled for timing: %r", name, failure)
     try:
+        compiled = _compiled(forms, inputs, opts, budget)
+        if len(compiled) < 2:
+            return None
         timings = time_in_turns(
             list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
         )
     except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
         logger.warning("the forms of the graph could not be timed: %s", failure)
         return None
-    if not compiled:
+    except KeyboardInterrupt:
+        logger.warning("interrupted: the forms of the graph are not compared")
+        budget.stop()
         return None
     times = {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
     verdict = Verdict(min(times, key=lambda name: times[name]), times)
-    if store is not None:
+    if store is not None and len(compiled) == len(forms):
         store.put(STORE_KIND, key, asdict(verdict))
-    return verdict
+    as_asked = None if uses_cuda_graphs(opts) else compiled[verdict.winner]
+    return FastestForm(verdict, as_asked)
+
+
+def _compiled(
+    forms: Mapping[str, Callable[[], GraphModule]],
+    inputs: Sequence[Any],
+    opts: StofOptions,
+    budget: Budget,
+) -> dict[str, Callable[..., Any]]:
+    """The forms that could be compiled while there was time."""
+    plain = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+    compiled: dict[str, Callable[..., Any]] = {}
+    for name, make in forms.items():
+        if budget.spent:
+            logger.info("%s is not timed: the time budget was spent", name)
+            continue
+        try:
+            compiled[name] = compile_with_inductor(copy_graph(make()), inputs, plain)
+        except Exception as failure:  # a form that fails is out; the next one may be the answer
+            if opts.strict:
+                raise
+            logger.warning("%s could not be compiled for timing: %r", name, failure)
+    return compiled

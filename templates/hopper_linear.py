@@ -8,11 +8,9 @@ from math import ceil, prod
 import torch
 from stof_compile.templates.base import Call, Slot, Template
 from stof_compile.templates.linear_operands import (
-    LinearEnd,
-    LinearOperands,
+    accepted,
     linear_refusal,
-    read_end,
-    read_product,
+    read_layer,
     transposing,
 )
 from stof_compile.templates.norm_operands import slot
@@ -24,7 +22,7 @@ from stof_compile.fusion.recipe import Recipe
 MIN_ROWS = 512  # with fewer, most multiprocessors have no tile
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
 BLOCK_N, BLOCK_K = 128, 64
-_SHARED_BYTES = 231424
+RESERVED_BYTES = 1024  # of shared memory: barriers and small tables
 
 
 class HopperLinear(Template):
@@ -44,7 +42,7 @@ class HopperLinear(Template):
             return "it needs a Hopper GPU"
         if recipe.result.dtype not in (torch.float16, torch.bfloat16):
             return f"it takes fp16 and bf16, not {recipe.result.dtype}"
-        read = _read(recipe)
+        read = read_layer(recipe)
         if isinstance(read, str):
             return read
         product, end = read
@@ -60,15 +58,17 @@ class HopperLinear(Template):
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
         """Both tiles, with every depth of the ring that fits."""
-        product, end = _accepted(recipe)
+        product, end = accepted(read_layer(recipe))
         finishing = end.activation != "" or end.residual is not None
 
         def refusal(config: Mapping[str, Value]) -> str | None:
             block_m, stages = int(config["block_m"]), int(config["stages"])
             tiles = 2 if finishing and block_m == 128 else 1  # as kernels/hopper_linear.py
-            ring = stages * (block_m + BLOCK_N) * BLOCK_K * 2
-            if ring + tiles * block_m * BLOCK_N * 2 + 4 * BLOCK_N > _SHARED_BYTES:
-                return "shared memory"
+            needed = stages * (block_m + BLOCK_N) * BLOCK_K * 2  # the ring
+            needed += tiles * block_m * BLOCK_N * 2 + 4 * BLOCK_N + RESERVED_BYTES
+            if needed > device.shared_memory_bytes:
+                held = device.shared_memory_bytes
+                return f"{needed} bytes of shared memory, the device has {held}"
             return "more stages than steps" if ceil(product.k / BLOCK_K) < stages else None
 
         return ConfigSpace(
@@ -77,12 +77,12 @@ class HopperLinear(Template):
 
     def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
         """The small tile with a deep ring."""
-        product, _ = _accepted(recipe)
+        product, _ = accepted(read_layer(recipe))
         return {"block_m": 128, "stages": min(5, ceil(product.k / BLOCK_K)), "group_m": 8}
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        product, end = _accepted(recipe)
+        product, end = accepted(read_layer(recipe))
         assert product.x is not None, "the first product reads an operand"
         return Call(
             transposing(torch.ops.stof.hopper_linear.default, *([1] if product.kn else [])),
@@ -96,23 +96,3 @@ class HopperLinear(Template):
             ),
             recipe.result.shape,
         )
-
-
-def _read(recipe: Recipe) -> tuple[LinearOperands, LinearEnd] | str:
-    spine = recipe.spine()
-    if not spine:
-        return "its steps are no straight line"
-    product = read_product(recipe, spine[0], first=True)
-    if isinstance(product, str):
-        return product
-    found = read_end(recipe, spine[1:], product.n, product.bias)
-    if isinstance(found, str):
-        return found
-    end, rest = found
-    return "it has two products" if rest else (product, end)
-
-
-def _accepted(recipe: Recipe) -> tuple[LinearOperands, LinearEnd]:
-    read = _read(recipe)
-    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
-    return read

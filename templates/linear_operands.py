@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from stof_compile.templates.norm_operands import DTYPES, added_kind, device_refusal
 
 from stof_compile.device import DeviceFacts
 from stof_compile.fusion.recipe import Recipe, SpineStep, TensorSpec
+
+_Read = TypeVar("_Read")
+_COUNTS = ("one product", "two products", "three products or more")
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,17 @@ class LinearEnd:
     residual: int | None = None
 
 
+Layer = tuple[LinearOperands, LinearEnd]
+"""A product and what follows it."""
+
+
 def linear_refusal(recipe: Recipe, device: DeviceFacts) -> str | None:
-    """Why no kernel of linear layers runs on a device or takes a recipe's dtypes."""
-    reason = device_refusal(device)
-    if reason is not None:
-        return reason
+    """Why no Triton kernel of linear layers runs on a device or takes a recipe's dtypes."""
+    return device_refusal(device) or dtype_refusal(recipe)
+
+
+def dtype_refusal(recipe: Recipe) -> str | None:
+    """Why no kernel of linear layers takes a recipe's dtypes, devices or size."""
     dtype = recipe.result.dtype
     if dtype not in DTYPES:
         return f"the result is {dtype}; fp16, bf16 and fp32 are taken"
@@ -59,8 +68,44 @@ def linear_refusal(recipe: Recipe, device: DeviceFacts) -> str | None:
         if step.dtype != dtype:
             return f"a step '{step.kind}' gives {step.dtype}, the result is {dtype}"
     if not recipe.result.shape or not prod(recipe.result.shape):
-        return "the result is empty"
+        return "the result is empty or has no rows"
     return None
+
+
+def accepted(read: _Read | str) -> _Read:
+    """What was read of a recipe that is known to be taken."""
+    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
+    return read
+
+
+def read_layer(recipe: Recipe) -> Layer | str:
+    """Read a straight recipe of one product, or say why it cannot be read."""
+    layers = read_layers(recipe, 1)
+    return layers if isinstance(layers, str) else layers[0]
+
+
+def read_layers(recipe: Recipe, count: int) -> tuple[Layer, ...] | str:
+    """Read a straight recipe of ``count`` products, each with what follows it.
+
+    Returns:
+        What was read, or why it cannot be read.
+    """
+    steps: Sequence[SpineStep] = recipe.spine() or ()
+    if not steps:
+        return "its steps are no straight line"
+    layers: list[Layer] = []
+    while steps:
+        product = read_product(recipe, steps[0], first=not layers)
+        if isinstance(product, str):
+            return product
+        read = read_end(recipe, steps[1:], product.n, product.bias)
+        if isinstance(read, str):
+            return read
+        end, steps = read
+        layers.append((product, end))
+    if len(layers) != count:
+        return f"it has {_COUNTS[min(len(layers), len(_COUNTS)) - 1]} (steps 'linear')"
+    return tuple(layers)
 
 
 def read_product(recipe: Recipe, step: SpineStep, *, first: bool) -> LinearOperands | str:

@@ -86,6 +86,8 @@ def norm_tail(
         if step.kind in NORMS:
             if norm is not None:
                 return "it has two norms"
+            if step.passed != 0:
+                return "the value is the weight of the norm"
             norm = step
         elif step.kind == "cast":
             if step.dtype != torch.float32 and number != len(steps) - 1:
@@ -104,7 +106,7 @@ def norm_tail(
             place = "before" if norm is None else "behind"
             return f"a step '{step.kind}' stands {place} the norm"
     if norm is None:
-        return "it has no norm"
+        return f"it has no norm ({' or '.join(NORMS)})"
     if len(vectors) > 1:
         return f"it adds {len(vectors)} vectors, one is taken"
     return _read_norm(norm, not after and steps[0] is norm, fulls, vectors, width)

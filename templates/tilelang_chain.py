@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from stof_compile.templates.base import Call, Template
+from stof_compile.templates.linear_operands import Layer, LinearOperands, accepted
+from stof_compile.templates.norm_operands import slot
 from stof_compile.templates.space import Config, ConfigSpace, Value
-from stof_compile.templates.tilelang_rules import (
-    Layer,
-    Refused,
-    Spine,
-    device_refusal,
-    rows_of,
-    slot,
-)
+from stof_compile.templates.tilelang_rules import device_refusal, read_tiled_layers, rows_of
 from stof_compile.templates.tilelang_time import (
     ITEMSIZE,
     SLACK_BYTES,
@@ -48,16 +43,16 @@ class TileLangChain(Template):
 
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:
         """Why this template cannot run a recipe on a device, None if it can."""
-        try:
-            first, _, second, _ = _read(recipe)
-        except Refused as refused:
-            return str(refused)
+        read = _read(recipe)
+        if isinstance(read, str):
+            return read
+        (first, _), (second, _) = read
         weights = _products(first, second) * ITEMSIZE
         if weights > MAX_WEIGHT_BYTES:
             return f"weights of {weights} bytes; up to {MAX_WEIGHT_BYTES} are read by every block"
         reason = device_refusal(device)
         if reason is None and not _ranked(recipe, device):
-            return f"{first.width} hidden columns do not fit {device.shared_memory_bytes} bytes"
+            return f"{first.n} hidden columns do not fit {device.shared_memory_bytes} bytes"
         return reason
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
@@ -78,31 +73,31 @@ class TileLangChain(Template):
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        first, activation, second, residual = _read(recipe)
+        (first, middle), (second, end) = accepted(_read(recipe))
         shape = recipe.result.shape
         numbers = [int(config[name]) for name in DIMS]
         arguments = (
-            slot(first.x), slot(first.weight), slot(first.bias), slot(second.weight),
-            slot(second.bias), slot(residual), activation, first.weight_kn, second.weight_kn,
-            numbers, shape,
+            slot(first.x), slot(first.weight), slot(middle.bias), slot(second.weight),
+            slot(end.bias), slot(end.residual), middle.activation, first.kn, second.kn, numbers,
+            shape,
         )  # fmt: skip
         return Call(tile_chain, arguments, shape)
 
 
-def _read(recipe: Recipe) -> tuple[Layer, str, Layer, int | None]:
-    """Layer, activation, layer and residual of an accepted recipe; ``Refused`` for another."""
-    spine = Spine(recipe)
-    first = spine.linear()
-    activation = spine.activation()
-    second = spine.linear()
-    residual = spine.residual(second.width)
-    spine.end()
-    return first, activation, second, residual
+def _read(recipe: Recipe) -> tuple[Layer, ...] | str:
+    """Both layers of a recipe, or why it has no such."""
+    layers = read_tiled_layers(recipe, 2)
+    if isinstance(layers, str):
+        return layers
+    (_, middle), (_, end) = layers
+    if middle.residual is not None or end.activation:
+        return "it has more than bias and activation between the layers, or an activation behind"
+    return layers
 
 
-def _products(first: Layer, second: Layer) -> int:
+def _products(first: LinearOperands, second: LinearOperands) -> int:
     """Multiplications for one row, which is the number of weights too."""
-    return first.depth * first.width + second.depth * second.width
+    return first.k * first.n + second.k * second.n
 
 
 def _tile(config: Mapping[str, Value]) -> tuple[int, ...]:
@@ -117,9 +112,9 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[tuple[int, ...]]:
 
 def _clocks(recipe: Recipe, device: DeviceFacts, tile: tuple[int, ...]) -> float:
     block_m, block_h, _, _, _ = tile
-    first, _, second, _ = _read(recipe)
-    chunks = -(-first.width // block_h)
-    read = (_products(first, second) + chunks * block_m * first.depth) * ITEMSIZE
+    (first, _), (second, _) = accepted(_read(recipe))
+    chunks = -(-first.n // block_h)
+    read = (_products(first, second) + chunks * block_m * first.k) * ITEMSIZE
     products = block_m * _products(first, second)
     # the kernel multiplies by warps on every device
     return block_clocks(-(-rows_of(recipe) // block_m), products, read, 1, 0, device)
@@ -128,18 +123,18 @@ def _clocks(recipe: Recipe, device: DeviceFacts, tile: tuple[int, ...]) -> float
 def _unfit(recipe: Recipe, device: DeviceFacts, config: Mapping[str, Value]) -> str | None:
     """Why a config cannot run, or is no better than another whatever the sizes."""
     block_m, block_h, block_n, block_k, threads, stages = (int(config[name]) for name in DIMS)
-    first, _, second, _ = _read(recipe)
+    (first, _), (second, _) = accepted(_read(recipe))
     if block_m > next_power_of_two(rows_of(recipe), 16):
         return f"blocks of {block_m} rows, the result has {rows_of(recipe)}"
-    if block_h > next_power_of_two(first.width, 64):
-        return f"steps of {block_h} hidden columns, there are {first.width}"
-    if block_n > next_power_of_two(second.width, 64):
-        return f"tiles of {block_n} columns, the result has {second.width}"
+    if block_h > next_power_of_two(first.n, 64):
+        return f"steps of {block_h} hidden columns, there are {first.n}"
+    if block_n > next_power_of_two(second.n, 64):
+        return f"tiles of {block_n} columns, the result has {second.n}"
     for sums in (block_m * block_h // threads, block_m * block_n // threads):
         if sums not in _SUMS:
             return f"{sums} sums a thread are too few or too many"
-    chunks = -(-first.width // block_h)
-    if stages > max(2, -(-first.depth // block_k), chunks):
+    chunks = -(-first.n // block_h)
+    if stages > max(2, -(-first.k // block_k), chunks):
         return f"{stages} stages, the products have fewer steps"
     loads = stages * (block_m + block_h) * block_k
     loads = max(loads, stages * block_n * block_h + block_m * block_n)

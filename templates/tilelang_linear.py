@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from stof_compile.templates.base import Call, Template
+from stof_compile.templates.linear_operands import Layer, accepted
+from stof_compile.templates.norm_operands import slot
 from stof_compile.templates.space import Config, ConfigSpace, Value
-from stof_compile.templates.tilelang_rules import (
-    Layer,
-    Refused,
-    Spine,
-    device_refusal,
-    rows_of,
-    slot,
-)
+from stof_compile.templates.tilelang_rules import device_refusal, read_tiled_layers, rows_of
 from stof_compile.templates.tilelang_time import (
     ITEMSIZE,
     SLACK_BYTES,
@@ -49,11 +44,8 @@ class TileLangLinear(Template):
 
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:
         """Why this template cannot run a recipe on a device, None if it can."""
-        try:
-            _read(recipe)
-        except Refused as refused:
-            return str(refused)
-        return device_refusal(device)
+        read = read_tiled_layers(recipe, 1)
+        return read if isinstance(read, str) else device_refusal(device)
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
         """Pipelines of the tiles that are estimated to be fastest."""
@@ -73,23 +65,19 @@ class TileLangLinear(Template):
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        layer, activation, residual = _read(recipe)
+        product, end = _read(recipe)
         shape = recipe.result.shape
         numbers = [int(config[name]) for name in DIMS]
         arguments = (
-            slot(layer.x), slot(layer.weight), slot(layer.bias), slot(residual), activation,
-            layer.weight_kn, numbers, shape,
+            slot(product.x), slot(product.weight), slot(end.bias), slot(end.residual),
+            end.activation, product.kn, numbers, shape,
         )  # fmt: skip
         return Call(tile_linear, arguments, shape)
 
 
-def _read(recipe: Recipe) -> tuple[Layer, str, int | None]:
-    """Layer, activation and residual of an accepted recipe; ``Refused`` for another."""
-    spine = Spine(recipe)
-    layer = spine.linear()
-    activation, residual = spine.activation(), spine.residual(layer.width)
-    spine.end()
-    return layer, activation, residual
+def _read(recipe: Recipe) -> Layer:
+    """The product of an accepted recipe and what follows it."""
+    return accepted(read_tiled_layers(recipe, 1))[0]
 
 
 def _tile(config: Mapping[str, Value]) -> tuple[int, int, int]:
@@ -104,30 +92,30 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[tuple[int, int, int]]:
 
 def _clocks(recipe: Recipe, device: DeviceFacts, tile: tuple[int, int, int]) -> float:
     block_m, block_n, threads = tile
-    layer, _, _ = _read(recipe)
-    blocks = -(-rows_of(recipe) // block_m) * -(-layer.width // block_n)
-    read = (block_m + block_n) * layer.depth * ITEMSIZE
+    product, _ = _read(recipe)
+    blocks = -(-rows_of(recipe) // block_m) * -(-product.n // block_n)
+    read = (block_m + block_n) * product.k * ITEMSIZE
     resident = 256 // threads
-    products = block_m * block_n * layer.depth
+    products = block_m * block_n * product.k
     return block_clocks(blocks, products, read, resident, block_m, device)
 
 
 def _unfit(recipe: Recipe, device: DeviceFacts, config: Mapping[str, Value]) -> str | None:
     """Why a config cannot run, or is no better than another whatever the sizes."""
     block_m, block_n, block_k, threads, stages = (int(config[name]) for name in DIMS)
-    layer, activation, residual = _read(recipe)
+    product, end = _read(recipe)
     if block_m > next_power_of_two(rows_of(recipe), 16):
         return f"tiles of {block_m} rows, the result has {rows_of(recipe)}"
-    if block_n > next_power_of_two(layer.width, 64):
-        return f"tiles of {block_n} columns, the result has {layer.width}"
+    if block_n > next_power_of_two(product.n, 64):
+        return f"tiles of {block_n} columns, the result has {product.n}"
     area = block_m * block_n
     if area > _AREA if threads == 128 else area < _AREA:
         return f"{threads} threads are too few or too many for {area} sums"
-    if area >= 128 * 256 and activation and residual is not None:
+    if area >= 128 * 256 and end.activation and end.residual is not None:
         return "the registers spill with an activation and a residual"
-    if block_k * stages not in _DEPTH or (block_k > 64 and layer.depth < 2 * block_k):
+    if block_k * stages not in _DEPTH or (block_k > 64 and product.k < 2 * block_k):
         return f"{stages} stages of {block_k} are too few or too many"
-    if stages > max(3, -(-layer.depth // block_k)):
+    if stages > max(3, -(-product.k // block_k)):
         return f"{stages} stages, the product has fewer steps"
     needed = max(stages * (block_m + block_n) * block_k, area) * ITEMSIZE
     needed += block_n * ITEMSIZE + SLACK_BYTES

@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from stof_compile.templates.base import Call, Template
+from stof_compile.templates.linear_operands import LinearOperands, accepted, read_product
+from stof_compile.templates.norm_operands import NormTail, norm_tail, slot
 from stof_compile.templates.space import Config, ConfigSpace, Value
-from stof_compile.templates.tilelang_rules import (
-    Layer,
-    Norm,
-    Refused,
-    Spine,
-    device_refusal,
-    rows_of,
-    slot,
-)
+from stof_compile.templates.tilelang_rules import device_refusal, rows_of, tile_refusal
 from stof_compile.templates.tilelang_time import (
     ITEMSIZE,
     SLACK_BYTES,
@@ -51,11 +45,10 @@ class TileLangLinearNorm(Template):
 
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:
         """Why this template cannot run a recipe on a device, None if it can."""
-        try:
-            layer, _, _ = _read(recipe)
-        except Refused as refused:
-            return str(refused)
-        width = layer.width
+        read = _read(recipe)
+        if isinstance(read, str):
+            return read
+        width = read[0].n
         if width % _WIDTH_STEP or width > MAX_WIDTH:
             return f"rows of {width}: a multiple of {_WIDTH_STEP} up to {MAX_WIDTH} is taken"
         reason = device_refusal(device)
@@ -82,24 +75,35 @@ class TileLangLinearNorm(Template):
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        layer, residual, norm = _read(recipe)
+        product, tail = accepted(_read(recipe))
         shape = recipe.result.shape
         numbers = [int(config[name]) for name in DIMS]
         arguments = (
-            slot(layer.x), slot(layer.weight), slot(layer.bias), slot(residual), norm.kind,
-            slot(norm.weight), slot(norm.bias), norm.eps, layer.weight_kn, numbers, shape,
+            slot(product.x), slot(product.weight), slot(tail.bias),
+            slot(tail.fulls[0] if tail.fulls else None), tail.norm, slot(tail.weight),
+            slot(tail.shift), tail.eps, product.kn, numbers, shape,
         )  # fmt: skip
         return Call(tile_linear_norm, arguments, shape)
 
 
-def _read(recipe: Recipe) -> tuple[Layer, int | None, Norm]:
-    """Layer, residual and norm of an accepted recipe; ``Refused`` for another."""
-    spine = Spine(recipe)
-    layer = spine.linear()
-    residual = spine.residual(layer.width)
-    norm = spine.norm(layer.width)
-    spine.end()
-    return layer, residual, norm
+def _read(recipe: Recipe) -> tuple[LinearOperands, NormTail] | str:
+    """The product of a recipe and its norm, or why it has no such."""
+    spine = recipe.spine()
+    if not spine:
+        return "its steps are no straight line"
+    product = read_product(recipe, spine[0], first=True)
+    if isinstance(product, str):
+        return product
+    refused = tile_refusal(recipe, [product])
+    if refused is not None:
+        return refused
+    steps = [step for step in spine[1:] if step.kind != "cast"]  # the dtypes are all the same
+    tail = norm_tail(recipe, steps, product.n, after=True, bias=product.bias)
+    if isinstance(tail, str):
+        return tail
+    if len(tail.fulls) > 1:
+        return f"it adds {len(tail.fulls)} tensors of {rows_of(recipe)} rows, one is taken"
+    return product, tail
 
 
 def _tile(config: Mapping[str, Value]) -> tuple[int, int]:
@@ -121,10 +125,10 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[tuple[int, int]]:
 
 def _clocks(recipe: Recipe, device: DeviceFacts, tile: tuple[int, int]) -> float:
     block_m, _ = tile
-    layer, _, _ = _read(recipe)
+    product, _ = accepted(_read(recipe))
     blocks = -(-rows_of(recipe) // block_m)
-    read = (block_m + layer.width) * layer.depth * ITEMSIZE
-    products = block_m * layer.width * layer.depth
+    read = (block_m + product.n) * product.k * ITEMSIZE
+    products = block_m * product.n * product.k
     return block_clocks(blocks, products, read, 1, block_m, device)
 
 
@@ -133,10 +137,10 @@ def _unfit(
 ) -> str | None:
     """Why a config cannot run, or is no better than another whatever the sizes."""
     block_m, block_k, threads, stages = (int(config[name]) for name in DIMS)
-    layer, _, _ = _read(recipe)
+    product, _ = accepted(_read(recipe))
     if block_m > next_power_of_two(rows_of(recipe), 16):
         return f"blocks of {block_m} rows, the result has {rows_of(recipe)}"
-    sums = block_m * layer.width // threads
+    sums = block_m * product.n // threads
     groups = device.capability is not None and device.capability[0] == 9 and block_m >= 64
     if sums > (_MAX_SUMS_HOPPER if groups and threads == 256 else _MAX_SUMS):
         return f"{sums} sums a thread do not fit the registers"
@@ -144,10 +148,10 @@ def _unfit(
         return f"{sums} sums a thread: fewer threads do"
     if block_k * stages not in depth:
         return f"{stages} stages of {block_k} are too few or too many"
-    if stages > max(2, -(-layer.depth // block_k)):
+    if stages > max(2, -(-product.k // block_k)):
         return f"{stages} stages, the product has fewer steps"
-    needed = max(stages * (block_m + layer.width) * block_k, block_m * layer.width) * ITEMSIZE
-    needed += 3 * layer.width * ITEMSIZE + SLACK_BYTES
+    needed = max(stages * (block_m + product.n) * block_k, block_m * product.n) * ITEMSIZE
+    needed += 3 * product.n * ITEMSIZE + SLACK_BYTES
     if needed > device.shared_memory_bytes:
         return f"{needed} bytes of shared memory, the device has {device.shared_memory_bytes}"
     return None

@@ -11,6 +11,7 @@ from stof_compile.templates.base import Call, Slot, Template
 from stof_compile.templates.gemm_tiles import Product, ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
     LinearOperands,
+    accepted,
     is_vector,
     linear_refusal,
     product_of,
@@ -68,7 +69,7 @@ class TritonGatedLinear(Template):
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        gate, up = _accepted(recipe)
+        gate, up = accepted(_read(recipe))
         assert gate.product.x is not None, "both products read an operand"
         stored = [1] * gate.product.kn + [2] * up.product.kn
         return Call(
@@ -162,13 +163,7 @@ def _skip(recipe: Recipe, ref: Ref) -> tuple[int | None, set[int]]:
     return None, seen
 
 
-def _accepted(recipe: Recipe) -> tuple[_Branch, _Branch]:
-    read = _read(recipe)
-    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
-    return read
-
-
 def _product(recipe: Recipe) -> Product:
-    gate, _ = _accepted(recipe)
+    gate, _ = accepted(_read(recipe))
     rows = prod(recipe.result.shape[:-1])
     return Product(rows, gate.product.n, gate.product.k, recipe.result.dtype, sums=2)

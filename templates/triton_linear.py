@@ -9,11 +9,9 @@ import torch
 from stof_compile.templates.base import Call, Slot, Template
 from stof_compile.templates.gemm_tiles import Product, ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
-    LinearEnd,
-    LinearOperands,
+    accepted,
     linear_refusal,
-    read_end,
-    read_product,
+    read_layer,
     transposing,
 )
 from stof_compile.templates.norm_operands import slot
@@ -46,7 +44,7 @@ class TritonLinear(Template):
         reason = linear_refusal(recipe, device)
         if reason is not None:
             return reason
-        read = _read(recipe)
+        read = read_layer(recipe)
         return read if isinstance(read, str) else None
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
@@ -59,7 +57,7 @@ class TritonLinear(Template):
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        product, end = _accepted(recipe)
+        product, end = accepted(read_layer(recipe))
         assert product.x is not None, "the first product reads an operand"
         return Call(
             transposing(torch.ops.stof.fused_linear.default, *([1] if product.kn else [])),
@@ -76,27 +74,7 @@ class TritonLinear(Template):
         )
 
 
-def _read(recipe: Recipe) -> tuple[LinearOperands, LinearEnd] | str:
-    spine = recipe.spine()
-    if not spine:
-        return "its steps are no straight line"
-    product = read_product(recipe, spine[0], first=True)
-    if isinstance(product, str):
-        return product
-    found = read_end(recipe, spine[1:], product.n, product.bias)
-    if isinstance(found, str):
-        return found
-    end, rest = found
-    return "it has two products" if rest else (product, end)
-
-
-def _accepted(recipe: Recipe) -> tuple[LinearOperands, LinearEnd]:
-    read = _read(recipe)
-    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
-    return read
-
-
 def _product(recipe: Recipe) -> Product:
-    linear, _ = _accepted(recipe)
+    linear, _ = accepted(read_layer(recipe))
     rows = prod(recipe.result.shape[:-1])
     return Product(rows, linear.n, linear.k, recipe.result.dtype)

@@ -13,9 +13,9 @@ from stof_compile.templates.gemm_tiles import Product, Tile, estimate_us, unfit
 from stof_compile.templates.linear_operands import (
     LinearEnd,
     LinearOperands,
+    accepted,
     linear_refusal,
-    read_end,
-    read_product,
+    read_layers,
     transposing,
 )
 from stof_compile.templates.norm_operands import slot
@@ -92,7 +92,7 @@ class TritonLinearChain(Template):
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
-        chain = _accepted(recipe)
+        chain = accepted(_read(recipe))
         assert chain.first.x is not None, "the first product reads an operand"
         stored = [1] * chain.first.kn + [4] * chain.second.kn
         return Call(
@@ -112,42 +112,19 @@ class TritonLinearChain(Template):
 
 
 def _read(recipe: Recipe) -> _Chain | str:
-    spine = recipe.spine()
-    if not spine:
-        return "its steps are no straight line"
-    first = read_product(recipe, spine[0], first=True)
-    if isinstance(first, str):
-        return first
-    found = read_end(recipe, spine[1:], first.n, first.bias)
-    if isinstance(found, str):
-        return found
-    middle, rest = found
-    if not rest:
-        return "it has one product"
+    layers = read_layers(recipe, 2)
+    if isinstance(layers, str):
+        return layers
+    (first, middle), (second, end) = layers
     if middle.factor is not None or middle.residual is not None:
         return "more than a bias and an activation stand between the products"
-    second = read_product(recipe, rest[0], first=False)
-    if isinstance(second, str):
-        return second
-    found = read_end(recipe, rest[1:], second.n, second.bias)
-    if isinstance(found, str):
-        return found
-    end, more = found
-    if more:
-        return "it has three products"
     if end.activation or end.factor is not None:
         return "an activation or a factor stands behind the second product"
     return _Chain(first, middle, second, end)
 
 
-def _accepted(recipe: Recipe) -> _Chain:
-    read = _read(recipe)
-    assert not isinstance(read, str), f"the recipe was not accepted: {read}"
-    return read
-
-
 def _layers(recipe: Recipe) -> tuple[Product, Product]:
-    chain = _accepted(recipe)
+    chain = accepted(_read(recipe))
     rows, dtype = prod(recipe.result.shape[:-1]), recipe.result.dtype
     return (
         Product(rows, chain.first.n, chain.first.k, dtype),

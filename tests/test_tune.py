@@ -23,7 +23,7 @@ from stof_compile.measure import Timing
 from stof_compile.search import bench
 from stof_compile.tune import fusion_trials, mask_rule, run_tune, save_plans
 from stof_compile.tune_subject import TuneSettings, make_subject
-from stof_compile.verdict import Verdict
+from stof_compile.verdict import FastestForm, Verdict
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -161,7 +161,7 @@ def test_a_function_is_tuned_and_its_plan_replayed(measured, console, module, tm
 
 def test_a_plan_of_the_graph_without_fusion(measured, console, module, tmp_path, monkeypatch):
     verdict = Verdict("attention only", {"fused": 2.0, "attention only": 1.0})
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: verdict)
+    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(verdict))
     run_tune(TuneSettings(f"{module}:model", budget_s=20.0), console)
     assert "kept: attention only" in console.file.getvalue()
     assert "slow_start" in console.file.getvalue()  # what was found is shown all the same

@@ -44,6 +44,10 @@ ROW_QUERIES, ROW_KEYS = 16, 32  # beyond both the row-wise kernel is not worth i
 GATE_ROWS = (
     256  # query rows a candidate is checked on against fp64, in the first and the last plane
 )
+FAMILY_RATIO = 1.4
+"""A family of configs whose first is this much slower than the best so far is measured no further.
+Within one family the first was at most 1.2x the best (BERT-base with BigBird, (8, 512) and
+(16, 2048), H200, 2026-11-21)."""
 
 
 def paper_choice(
@@ -187,14 +191,22 @@ def _choose_by_measuring(
     generator = torch.Generator(device=problem.device).manual_seed(options.seed)
     results: list[Candidate] = []
     complete = True
-    for kernel, config in candidates:
+    best_us: dict[tuple[object, ...], float] = {}  # of each family
+    for kernel, config in _first_of_families_first(candidates):
+        family = _family(kernel, config)
+        ratio = best_us.get(family, 0.0) / min(best_us.values(), default=1.0)
         if budget.left <= 0:
             complete = False
-            results.append(
-                Candidate(kernel, config, "predicted", reason="the time budget was spent")
-            )
+            reason = "the time budget was spent"
+        elif ratio > FAMILY_RATIO:
+            reason = f"the first config of its tile sizes took {ratio:.1f}x the best one's time"
+        else:
+            found = _measure(problem, kernel, config, generator)
+            results.append(found)
+            if found.median_us is not None:
+                best_us[family] = min(found.median_us, best_us.get(family, math.inf))
             continue
-        results.append(_measure(problem, kernel, config, generator))
+        results.append(Candidate(kernel, config, "predicted", reason=reason))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
     if not measured:
         return AttentionPlan(
@@ -225,6 +237,29 @@ def _choose_by_measuring(
     if store is not None and complete:
         store.put("attention", problem.key, plan.to_dict())
     return plan
+
+
+def _family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
+    """What decides most of a candidate's time: the kernel and its tile sizes."""
+    if kernel != "block":
+        return (kernel, *config[:2])
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    how = BlockConfig(*config)
+    return (kernel, how.block_q, how.block_k, bool(how.hopper))
+
+
+def _first_of_families_first(
+    candidates: Sequence[tuple[str, tuple[int, ...]]],
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The order of measuring: one candidate of each family, then the others as they come."""
+    seen: set[tuple[object, ...]] = set()
+    leading = []
+    for candidate in candidates:
+        if _family(*candidate) not in seen:
+            seen.add(_family(*candidate))
+            leading.append(candidate)
+    return leading + [c for c in candidates if c not in leading]
 
 
 def _few_keys(problem: AttentionProblem) -> bool:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from stof_compile.between import region_states, written_by
 from stof_compile.capture import CaptureFacts
 from stof_compile.fusion.chain import OpChain
 from stof_compile.fusion.op_kind import op_kind
 from stof_compile.fusion.scheme import MAX_COMPUTE_INTENSIVE
 from stof_compile.fusion.segment_key import check_range
-from stof_compile.node_ops import (
-    dtype_of,
-    is_inplace,
-    mutations,
-    raw_name,
-    storage_base,
-    tensor_meta,
-)
-
-ENTERS = frozenset({"_enter_autocast", "_enter_inference_mode"})
-EXITS = frozenset({"_exit_autocast", "_exit_inference_mode"})
-MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
-# Other calls with an effect on what stands between them; they pair in no common way.
-BARRIERS = (
-    "_saved_tensors_hooks", "_vmap_", "_grad_increment", "_grad_decrement", "_jvp_",
-    "_functionalization", "_set_deterministic", "_set_fwd_grad",
-)  # fmt: skip
+from stof_compile.node_ops import dtype_of, storage_base, tensor_meta
 
 
 def segment_refusal(
@@ -66,7 +51,7 @@ def segment_refusal(
         or _device_change(nodes)
         or _foreign_input(nodes, facts)
         or _region_border(gm.graph, nodes)
-        or _crossed_write(gm.graph, nodes)
+        or _crossed_write(nodes)
         or _shared_result(nodes)
     )
 
@@ -118,46 +103,27 @@ def _foreign_input(nodes: Sequence[Node], facts: CaptureFacts) -> str | None:
 
 
 def _region_border(graph: Graph, nodes: Sequence[Node]) -> str | None:
-    inside, states = set(nodes), dict[tuple[object, ...], str]()
-    for node, state in _region_states(graph):
-        if node in inside:
-            states.setdefault(state, node.name)
+    regions, states = region_states(graph), dict[tuple[object, ...], str]()
+    for node in nodes:
+        states.setdefault(regions[node], node.name)
     if len(states) > 1:
         first, second, *_ = states.values()
         return f"an autocast, grad-mode or hook region begins or ends from '{first}' to '{second}'"
     return None
 
 
-def _region_states(graph: Graph) -> Iterator[tuple[Node, tuple[object, ...]]]:
-    """Every node with what is switched on around it."""
-    entered: list[Node] = []
-    gradients: object = None  # as at the start of the graph
-    barrier: Node | None = None
-    for node in graph.nodes:
-        name = raw_name(node)
-        if name in ENTERS:
-            entered.append(node)
-        elif name in EXITS:
-            entered = [region for region in entered if region is not node.args[0]]
-        elif name in MODES:
-            gradients = node.args[0]
-        elif name.startswith(BARRIERS):
-            barrier = node
-        yield node, (*entered, gradients, barrier)
-
-
-def _crossed_write(graph: Graph, nodes: Sequence[Node]) -> str | None:
-    inside, sources = set(nodes), _sources(nodes)
-    read = {storage_base(source): source.name for source in sources}
-    read |= {storage_base(node): node.name for node in nodes}
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    first, last = place[nodes[0]], place[nodes[-1]]
-    for write, base in mutations(graph):
-        if first < place[write] < last and base in read:
-            return f"'{write.name}' writes the memory of '{read[base]}' in between"
-    for node in list(graph.nodes)[first + 1 : last]:
-        if node not in inside and not is_inplace(node) and _may_write(node):
+def _crossed_write(nodes: Sequence[Node]) -> str | None:
+    inside = set(nodes)
+    read = {storage_base(value): value.name for value in (*_sources(nodes), *nodes)}
+    node = nodes[0].next
+    while node is not nodes[-1]:
+        written = written_by(node)
+        if written is None and node not in inside:
             return f"'{node.name}' in between may write any memory"
+        for base in written or ():
+            if base in read:
+                return f"'{node.name}' writes the memory of '{read[base]}' in between"
+        node = node.next
     return None
 
 
@@ -173,16 +139,3 @@ def _shared_result(nodes: Sequence[Node]) -> str | None:
             return None
         node = source
     return f"only views: its result may share memory with '{node.name}'"
-
-
-def _may_write(node: Node) -> bool:
-    """Whether a call declares that it writes, or tells nothing about it."""
-    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        schemas = (getattr(node.target, name)._schema for name in node.target.overloads())
-        return any(schema.is_mutable for schema in schemas)
-    # a function of the user that Dynamo was told not to look into
-    return node.op == "call_function" and not raw_name(node)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -23,9 +22,10 @@ from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec, fp32_produ
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing import Pack, packs_bytes
 from stof_compile.plan import PackPlan
-from stof_compile.search.bench import LIBRARY, Candidate
+from stof_compile.search.bench import Candidate
+from stof_compile.search.context import TuningContext
+from stof_compile.search.draw import draw_candidates
 from stof_compile.search.stage1 import SAMPLES
-from stof_compile.search.tuner import TuningContext
 
 log = logging.getLogger("stof_compile")
 
@@ -86,12 +86,7 @@ def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
 
 def _best_us(recipe: Recipe, ctx: TuningContext) -> float:
     """Microseconds of the best of the library and some candidates of the templates."""
-    space = ctx.bench.candidates(recipe)
-    leading = list({c.template: c for c in reversed(space)}.values())[::-1]
-    rest = [c for c in space if c not in leading]
-    generator = random.Random(f"{ctx.seed} {recipe.key}")
-    more = generator.sample(rest, min(len(rest), max(0, SAMPLES - len(leading))))
-    candidates = [Candidate(LIBRARY), *leading, *more]
+    candidates = _drawn(recipe, ctx)
     ctx.bench.prepare(recipe, candidates)
     best = math.inf
     for candidate in candidates:
@@ -103,6 +98,11 @@ def _best_us(recipe: Recipe, ctx: TuningContext) -> float:
             ctx.trials += 1
             ctx.progress("projections", best, ctx.trials)
     return best
+
+
+def _drawn(recipe: Recipe, ctx: TuningContext) -> list[Candidate]:
+    space = ctx.bench.candidates(recipe)
+    return draw_candidates(space, SAMPLES + 1, f"{ctx.seed} {recipe.key}", library=True)
 
 
 def _by_rounds(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
@@ -169,3 +169,12 @@ def choose_packs(
         nbytes = packs_bytes(group) if plan.packed else 0
         chosen[key] = replace(plan, count=len(group), nbytes=nbytes)
     return chosen
+
+
+def prepare_packs(gm: GraphModule, packs: Sequence[Pack], ctx: TuningContext) -> None:
+    """Have the candidates compiled that :func:`choose_packs` will ask for on a GPU."""
+    for pack in {pack.key: pack for pack in packs}.values():
+        count = len(pack.sizes)
+        for which in (*((i,) for i in range(count)), range(count)):
+            recipe = _product(gm, pack, which)
+            ctx.bench.prepare(recipe, _drawn(recipe, ctx))

@@ -90,6 +90,34 @@ def test_a_spent_budget_keeps_what_was_measured_and_stores_nothing(timer, tmp_pa
     assert store.get("attention", problem(masks.sliding_window(4)).key) is None
 
 
+def test_slow_tile_sizes_are_measured_once(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    configs = {
+        "block": [(64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)],
+        "sdpa": [()],
+        "row": [],
+    }
+    monkeypatch.setitem(select.KERNELS, "cpu", ("block", "row", "sdpa"))
+    monkeypatch.setattr(select, "plausible_configs", lambda problem, kernel: configs[kernel])
+    monkeypatch.setattr(select, "decide", lambda problem: ("block", (64, 64, 4, 3), "table"))
+    measured = []
+
+    def fake(problem, kernel, config, generator):
+        measured.append(config)
+        us = {(): 90.0, 64: 10.0, 128: 18.0}[config[0] if config else ()] - len(measured)
+        return Candidate(kernel, config, "measured", us, us, us, 1e-6)
+
+    monkeypatch.setattr(select, "_measure", fake)
+    plan = choose(problem(masks.causal()), StofOptions(), Store(tmp_path, "here"), Budget(60))
+    assert measured == [(64, 64, 4, 3), (), (128, 128, 8, 3), (64, 64, 4, 4)]
+    assert plan.config == (64, 64, 4, 4)
+    (skipped,) = (c for c in plan.candidates if c.status == "predicted")
+    assert skipped.config == (128, 128, 8, 4) and "tile sizes took" in skipped.reason
+    assert plan.source == "measured" and Store(tmp_path, "here").get(
+        "attention", problem(masks.causal()).key
+    )
+
+
 def test_budget_zero_asks_the_table(timer):
     plan = choose(problem(masks.sliding_window(4)), StofOptions(tune_budget_s=0), None, Budget(0))
     assert plan.source == "table"

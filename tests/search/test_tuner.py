@@ -9,8 +9,9 @@ from stof_compile.budget import Budget
 from stof_compile.fusion.chain import OpChain
 from stof_compile.measure import ErrorReport, Timing
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.context import TuningContext
 from stof_compile.search.trial import TrialTable
-from stof_compile.search.tuner import ChainTuner, TuningContext, chain_key
+from stof_compile.search.tuner import ChainTuner, chain_key
 from stof_compile.store import Store
 
 

@@ -1,0 +1,265 @@
+"""The search of one op chain: stage 1 finds its scheme, stage 2 the configs of its segments."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from stof_compile.fusion.recipe import Recipe
+from stof_compile.fusion.scheme import Scheme
+from stof_compile.plan import ChainPlan, SegmentPlan
+from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.draw import draw_candidates
+from stof_compile.search.initial import initial_scheme
+from stof_compile.search.learned import Learned
+from stof_compile.search.segments import ChainSegments, Span, finite
+from stof_compile.search.stage1 import SAMPLES, search_scheme
+from stof_compile.search.stage2 import sample_configs
+from stof_compile.templates.space import near
+
+AHEAD_OPS = 3  # ops of a segment that is compiled before stage 1 asks for it
+SINGLE_SAMPLES = (
+    3  # of an op left single: the library is among them, and stage 2 tunes it if it stays
+)
+WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
+
+
+class ChainSearch:
+    """Finds the plan of one chain.
+
+    Args:
+        segments: of the chain.
+    """
+
+    def __init__(self, segments: ChainSegments) -> None:
+        self._at, self.ctx = segments, segments.ctx
+        self._bench = segments.ctx.bench
+        self._drawn: dict[Span, list[Candidate]] = {}
+        self._learned = Learned(self.ctx.store)
+        self._samples = SAMPLES
+
+    def by_rules(self) -> ChainPlan:
+        """The initial scheme as it is."""
+        scheme = self._initial()
+        return self._plan(scheme, self._rule_choices(scheme), "rules", "nothing may be measured")
+
+    def forced(self, code: str) -> ChainPlan | None:
+        """The user's scheme, with the configs that rules choose."""
+        codes = [part.strip() for part in code.split(",")]
+        fitting = [part for part in codes if fits(part, len(self._at.ops))]
+        for part in fitting:
+            scheme = Scheme.from_hex(part, len(self._at.ops))
+            merged = [s for s in scheme.segments if s[1] - s[0] > 1]
+            if all(self._at.refusal(s) is None for s in merged):
+                choices = self._rule_choices(scheme)
+                return self._plan(scheme, choices, "forced", f"fusion={code!r} was asked for")
+        return None
+
+    def searched(self) -> ChainPlan:
+        """The scheme and the configs that the search finds."""
+        ctx = self.ctx
+        initial = self._initial()
+        first = self._stage1(initial)
+        best = self._stage2(first)
+        choices = [best[segment] for segment in first.segments]
+        initial_best = [self._at.best_known(segment) for segment in initial.segments]
+        initial_us = final_us = None
+        if None not in (*choices, *initial_best):
+            pairs = [
+                [(self._at.recipe(s), c) for s, c in zip(scheme.segments, chosen, strict=True)]
+                for scheme, chosen in ((initial, initial_best), (first, choices))
+            ]
+            timed = [
+                [(r, c) for r, c in pair if isinstance(r, Recipe) and c is not None]
+                for pair in pairs
+            ]
+            if timed[0] != timed[1] and all(timed):
+                compared = self._at.compare(timed)
+                if compared is not None:
+                    initial_us, final_us = compared
+                    if final_us > initial_us:
+                        first, choices, final_us = initial, initial_best, initial_us
+        if not ctx.budget.spent:  # what a search that was cut off ends with teaches nothing
+            self._learned.note(self._at.fingerprint, first.hex, self._at.kinds)
+        reason = f"initial scheme {initial.hex}"
+        if initial_us is not None and final_us is not None:
+            reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
+        plan = self._plan(first, choices, "measured", reason)
+        unfinished_s = ctx.budget_s if ctx.budget.spent else 0.0
+        return replace(
+            plan, initial=initial.hex, initial_us=initial_us, final_us=final_us,
+            unfinished_s=unfinished_s,
+        )  # fmt: skip
+
+    def difference(self, plan: ChainPlan) -> str:
+        """Why a plan cannot be used here; empty when it can."""
+        if plan.kinds != self._at.kinds:
+            return f"it has the ops {' '.join(plan.kinds)}, here are {' '.join(self._at.kinds)}"
+        if not fits(plan.code, len(self._at.ops)):
+            return f"code {plan.code!r} is none of {len(self._at.ops)} ops"
+        spans = tuple((segment.start, segment.stop) for segment in plan.segments)
+        if spans != Scheme.from_hex(plan.code, len(self._at.ops)).segments:
+            return f"its segments are not those of code {plan.code}"
+        for segment in plan.segments:
+            if segment.template == LIBRARY:
+                continue
+            place = (segment.start, segment.stop)
+            reason = self._at.illegal(place)
+            if reason:
+                return reason
+            wanted = candidate_of(segment.template, dict(segment.config))
+            if wanted not in self._at.space(place):
+                return f"template {segment.template} has no config {dict(segment.config)} here"
+        return ""
+
+    def compile_ahead(self) -> None:
+        """Draw the samples of short segments and have them compiled, the shortest first."""
+        self._start()
+        for length in range(1, AHEAD_OPS + 1):
+            for start in range(len(self._at.ops) - length + 1):
+                place = (start, start + length)
+                recipe = self._at.recipe(place)
+                if isinstance(recipe, Recipe) and self._at.space(place):
+                    self._drawn[place] = self._draw(place)
+                    self._at.prepare(recipe, self._drawn[place])
+
+    def _start(self) -> list[Scheme]:
+        """Where stage 1 begins: at the initial scheme and at single ops, which no move leads back
+        to; where the scheme of an alike chain is known, only there, with fewer samples.
+        """
+        learned = self._learned.scheme(self._at.fingerprint, self._at.kinds)
+        if learned is not None and fits(learned, len(self._at.ops)):
+            self._samples = WARM_SAMPLES
+            return [Scheme.from_hex(learned, len(self._at.ops))]
+        return [self._initial(), Scheme.singletons(len(self._at.ops))]
+
+    def _stage1(self, initial: Scheme) -> Scheme:
+        """The best of the searches from each start."""
+        ctx, found = self.ctx, []
+        starts = self._start()
+        for start in dict.fromkeys(starts):
+            if any(self._at.refusal(s) is not None for s in start.segments if s[1] - s[0] > 1):
+                continue
+            result = search_scheme(
+                start, self._at.ops, lambda a, b: self._at.refusal((a, b)), self._sample,
+                budget=ctx.budget, samples=self._samples,
+            )  # fmt: skip
+            found.append(result.scheme)
+        return min(found, key=self._at.known_cost) if found else initial
+
+    def _stage2(self, scheme: Scheme) -> dict[Span, Candidate | None]:
+        """Configs of the segments that have any, by reward-based sampling."""
+        ctx = self.ctx
+        places = [s for s in scheme.segments if self._at.space(s)]
+        spaces = [self._stage2_space(s) for s in places]
+        if places:
+            sample_configs(
+                spaces,
+                lambda i, c: self._at.cost_if_known(places[i], c),
+                lambda i, c: self._at.measured(places[i], c),
+                generator=random.Random(ctx.seed),
+                budget=ctx.budget,
+                near=lambda a, b: a.template == b.template and near(a.settings, b.settings),
+                prepare=self._prepare(places),
+            )
+        best = {segment: self._at.best_known(segment) for segment in scheme.segments}
+        for segment, choice in best.items():
+            recipe = self._at.recipe(segment)
+            taught = choice is not None and choice.template != LIBRARY and not ctx.budget.spent
+            if isinstance(recipe, Recipe) and choice is not None and taught:
+                self._learned.note_config(self._at.segment_fingerprint(segment), choice)
+        return best
+
+    def _prepare(self, places: Sequence[Span]) -> Callable[[int, Sequence[Candidate]], None]:
+        def prepare(index: int, candidates: Sequence[Candidate]) -> None:
+            recipe = self._at.recipe(places[index])
+            assert isinstance(recipe, Recipe), "only segments with templates are sampled"
+            self._at.prepare(recipe, candidates)
+
+        return prepare
+
+    def _stage2_space(self, place: Span) -> list[Candidate]:
+        """All candidates; where the like was learned elsewhere, those near it."""
+        space = self._at.space(place)
+        learned = self._learned.config(self._at.segment_fingerprint(place), space)
+        if learned is None:
+            return space
+        return [
+            c
+            for c in space
+            if c == learned
+            or (c.template == learned.template and near(c.settings, learned.settings))
+        ]
+
+    def _sample(self, place: Span) -> float:
+        """One sample of a segment for stage 1."""
+        recipe = self._at.recipe(place)
+        if not isinstance(recipe, Recipe):
+            return 0.0  # no template takes it: it costs the same in every scheme
+        if place not in self._drawn:
+            drawn = self._draw(place)
+            self._at.prepare(recipe, drawn)
+            self._drawn[place] = drawn
+        drawn = self._drawn[place]
+        if not drawn:
+            return self._at.best_cost(place)
+        return self._at.measured(place, drawn.pop(0))
+
+    def _draw(self, place: Span) -> list[Candidate]:
+        """Candidates of a segment for stage 1: what is there without us, the templates' own first
+        configs, then random ones.
+        """
+        space, has_library = self._at.space(place), self._at.has_library(place)
+        learned = self._learned.config(self._at.segment_fingerprint(place), space)
+        if learned is not None:
+            return [*([Candidate(LIBRARY)] if has_library else []), learned]
+        wanted = self._samples if place[1] - place[0] > 1 else min(self._samples, SINGLE_SAMPLES)
+        seed = f"{self.ctx.seed} {place} {len(space)}"
+        return draw_candidates(space, wanted, seed, library=has_library)[:wanted]
+
+    def _initial(self) -> Scheme:
+        rows = 0
+        for i, op in enumerate(self._at.ops):
+            recipe = self._at.recipe((i, i + 1)) if op.compute_intensive else ""
+            if isinstance(recipe, Recipe):
+                rows = max(rows, math.prod(recipe.steps[0].shape[:-1]))
+        return initial_scheme(
+            self._at.ops, rows, lambda a, b: self._at.refusal((a, b)), limits=self.ctx.limits
+        )
+
+    def _rule_choices(self, scheme: Scheme) -> list[Candidate | None]:
+        """Templates for fused segments, what is there for single ops."""
+        chosen: list[Candidate | None] = []
+        for place in scheme.segments:
+            recipe = self._at.recipe(place)
+            fused = place[1] - place[0] > 1 and isinstance(recipe, Recipe)
+            first = self._bench.first(recipe) if fused else None  # type: ignore[arg-type]
+            chosen.append(first or Candidate(LIBRARY))
+        return chosen
+
+    def _plan(
+        self, scheme: Scheme, choices: Sequence[Candidate | None], source: str, reason: str
+    ) -> ChainPlan:
+        segments = []
+        for place, choice in zip(scheme.segments, choices, strict=True):
+            candidate = choice or Candidate(LIBRARY)
+            timed = isinstance(self._at.recipe(place), Recipe)
+            cost = self._at.cost_if_known(place, candidate) if timed else None
+            library = self._at.library_cost(place) if timed else None
+            segments.append(
+                SegmentPlan(*place, candidate.template, candidate.config, finite(cost), library)
+            )
+        return ChainPlan(
+            self._at.kinds, scheme.hex, scheme.hex, tuple(segments), source, reason=reason
+        )
+
+
+def fits(code: str, ops: int) -> bool:
+    """Whether a scheme code in hexadecimal is one of a chain with so many ops."""
+    try:
+        Scheme.from_hex(code, ops)
+    except ValueError:
+        return False
+    return True
