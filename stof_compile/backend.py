@@ -239,9 +239,9 @@ def _fastest(
     started = time.monotonic()
     fastest = fastest_form(makers, inputs, facts.device, opts, store, identity, budget)
     outcome.record.timings_s["verdict"] = time.monotonic() - started
-    if fastest is None:
-        return outcome, None
     verdict = fastest.verdict
+    if verdict is None:
+        return outcome, fastest.compiled
     logger.info("%s", verdict)
     make(verdict.winner)
     kept, found = forms[verdict.winner], outcome.record

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from stof_compile.kernel_effects import remembered_kernel_effects
 from stof_compile.options import StofOptions
 
 
@@ -34,5 +35,7 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled = compile_fx(gm, list(example_inputs), config_patches=config_patches(options) or None)
+    patches = config_patches(options) or None
+    with remembered_kernel_effects():
+        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes

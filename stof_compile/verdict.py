@@ -56,11 +56,12 @@ class FastestForm:
     """What :func:`fastest_form` found.
 
     Args:
-        verdict: the times and the winner. compiled: the winner as it was timed, where that is just
-            what the options ask for; else None.
+        verdict: the times and the winner; None when no two forms could be timed: the first is kept.
+        compiled: the form that is kept as it was timed, where that is just what the options ask
+            for; else None.
     """
 
-    verdict: Verdict
+    verdict: Verdict | None
     compiled: Callable[..., Any] | None = None
 
 
@@ -72,7 +73,7 @@ def fastest_form(
     store: Store | None,
     identity: str,
     budget: Budget,
-) -> FastestForm | None:
+) -> FastestForm:
     """Compile and time the forms of one graph.
 
     Args:
@@ -81,9 +82,8 @@ def fastest_form(
         inputs: real inputs of the graph, which are read only.
         opts: its Inductor settings apply, but for CUDA graphs.
         store: where the verdict is kept. identity: text that names the graph and what was asked.
-        budget: once it is spent no further form is compiled for timing.
-    Returns:
-        None when no two forms could be timed, or after Ctrl-C.
+        budget: once it is spent no further form is compiled for timing. The first form, which the
+            user waits for anyway, takes nothing from it.
     """
     key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
     held = None if store is None else store.get(STORE_KIND, key)
@@ -92,39 +92,32 @@ def fastest_form(
             return FastestForm(replace(Verdict(**held), source="store"))
         except TypeError as error:
             logger.warning("a stored verdict cannot be read (%r) and is taken anew", error)
+    compiled: dict[str, Callable[..., Any]] = {}
+    verdict = None
     try:
-        compiled = _compiled(forms, inputs, opts, budget)
-        if len(compiled) < 2:
-            return None
-        timings = time_in_turns(
-            list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
-        )
-    except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
-        logger.warning("the forms of the graph could not be timed: %s", failure)
-        return None
+        _compile(forms, inputs, opts, budget, compiled)
+        verdict = _timed(compiled, inputs, device) if len(compiled) > 1 else None
     except KeyboardInterrupt:
         logger.warning("interrupted: the forms of the graph are not compared")
         budget.stop()
-        return None
-    times = {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
-    verdict = Verdict(min(times, key=lambda name: times[name]), times)
-    if store is not None and len(compiled) == len(forms):
+    if verdict is not None and store is not None and len(compiled) == len(forms):
         store.put(STORE_KIND, key, asdict(verdict))
-    as_asked = None if uses_cuda_graphs(opts) else compiled[verdict.winner]
-    return FastestForm(verdict, as_asked)
+    kept = next(iter(forms)) if verdict is None else verdict.winner
+    return FastestForm(verdict, None if uses_cuda_graphs(opts) else compiled.get(kept))
 
 
-def _compiled(
+def _compile(
     forms: Mapping[str, Callable[[], GraphModule]],
     inputs: Sequence[Any],
     opts: StofOptions,
     budget: Budget,
-) -> dict[str, Callable[..., Any]]:
-    """The forms that could be compiled while there was time."""
+    compiled: dict[str, Callable[..., Any]],
+) -> None:
+    """Compile the forms while there is time, into ``compiled``."""
     plain = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
-    compiled: dict[str, Callable[..., Any]] = {}
-    for name, make in forms.items():
-        if budget.spent:
+    left = budget.left
+    for number, (name, make) in enumerate(forms.items()):
+        if number and budget.spent:
             logger.info("%s is not timed: the time budget was spent", name)
             continue
         try:
@@ -133,4 +126,19 @@ def _compiled(
             if opts.strict:
                 raise
             logger.warning("%s could not be compiled for timing: %r", name, failure)
-    return compiled
+        if not number:
+            budget = replace(budget, seconds=left)
+
+
+def _timed(
+    compiled: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], device: torch.device
+) -> Verdict | None:
+    try:
+        timings = time_in_turns(
+            list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
+        )
+    except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
+        logger.warning("the forms of the graph could not be timed: %s", failure)
+        return None
+    times = {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
+    return Verdict(min(times, key=lambda name: times[name]), times)

@@ -173,11 +173,10 @@ def build_model(
     if seq < 1:
         raise StofOptionError(f"a sequence has at least one token, got {seq}")
     device = torch.device(device)
-    make = FAMILIES[sizes.family]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        model = make(sizes, seq, attention)
+        model = _make(sizes, seq, attention)
     # parameters only: LLaMA's table of frequencies stays fp32, as transformers itself keeps it
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -236,118 +235,103 @@ def transformers_module() -> Any:
     return transformers
 
 
-def _bert(sizes: Sizes, seq: int, attention: str) -> nn.Module:
-    transformers = transformers_module()
-    config = transformers.BertConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        intermediate_size=sizes.ffn,
-        max_position_embeddings=max(512, seq),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation=attention,
-    )
-    model: nn.Module = transformers.BertModel(config, add_pooling_layer=False)
-    return model
+def _bert(sizes: Sizes, seq: int) -> dict[str, Any]:
+    return {
+        **_common(sizes),
+        "max_position_embeddings": max(512, seq),
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
 
 
-def _distilbert(sizes: Sizes, seq: int, attention: str) -> nn.Module:
-    transformers = transformers_module()
-    config = transformers.DistilBertConfig(
-        vocab_size=sizes.vocabulary,
-        dim=sizes.hidden,
-        n_layers=sizes.layers,
-        n_heads=sizes.heads,
-        hidden_dim=sizes.ffn,
-        max_position_embeddings=max(512, seq),
-        dropout=0.0,
-        attention_dropout=0.0,
-        attn_implementation=attention,
-    )
-    model: nn.Module = transformers.DistilBertModel(config)
-    return model
+def _distilbert(sizes: Sizes, seq: int) -> dict[str, Any]:
+    return {
+        "dim": sizes.hidden,
+        "n_layers": sizes.layers,
+        "n_heads": sizes.heads,
+        "hidden_dim": sizes.ffn,
+        "max_position_embeddings": max(512, seq),
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
 
 
-def _gpt2(sizes: Sizes, seq: int, attention: str) -> nn.Module:
-    transformers = transformers_module()
-    config = transformers.GPT2Config(
-        vocab_size=sizes.vocabulary,
-        n_embd=sizes.hidden,
-        n_layer=sizes.layers,
-        n_head=sizes.heads,
-        n_inner=sizes.ffn,
-        n_positions=max(1024, seq),
-        bos_token_id=sizes.vocabulary - 1,
-        eos_token_id=sizes.vocabulary - 1,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    model: nn.Module = transformers.GPT2Model(config)
-    return model
+def _gpt2(sizes: Sizes, seq: int) -> dict[str, Any]:
+    return {
+        "n_embd": sizes.hidden,
+        "n_layer": sizes.layers,
+        "n_head": sizes.heads,
+        "n_inner": sizes.ffn,
+        "n_positions": max(1024, seq),
+        "bos_token_id": sizes.vocabulary - 1,
+        "eos_token_id": sizes.vocabulary - 1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+    }
 
 
-def _llama(sizes: Sizes, seq: int, attention: str) -> nn.Module:
-    transformers = transformers_module()
-    config = transformers.LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads or sizes.heads,
-        intermediate_size=sizes.ffn,
-        max_position_embeddings=max(2048, seq),
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    model: nn.Module = transformers.LlamaModel(config)
-    return model
+def _llama(sizes: Sizes, seq: int) -> dict[str, Any]:
+    return {
+        **_common(sizes),
+        "num_key_value_heads": sizes.kv_heads or sizes.heads,
+        "max_position_embeddings": max(2048, seq),
+        "use_cache": False,
+    }
 
 
-def _t5(sizes: Sizes, seq: int, attention: str) -> nn.Module:
-    transformers = transformers_module()  # relative positions: no limit to raise
-    config = transformers.T5Config(
-        vocab_size=sizes.vocabulary,
-        d_model=sizes.hidden,
-        d_kv=sizes.head_dim,
-        d_ff=sizes.ffn,
-        num_layers=sizes.layers,
-        num_decoder_layers=sizes.layers,
-        num_heads=sizes.heads,
-        dropout_rate=0.0,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    model: nn.Module = transformers.T5Model(config)
-    return model
+def _t5(sizes: Sizes, seq: int) -> dict[str, Any]:
+    return {  # relative positions: no limit to raise
+        "d_model": sizes.hidden,
+        "d_kv": sizes.head_dim,
+        "d_ff": sizes.ffn,
+        "num_layers": sizes.layers,
+        "num_decoder_layers": sizes.layers,
+        "num_heads": sizes.heads,
+        "dropout_rate": 0.0,
+        "use_cache": False,
+    }
 
 
-def _vit(sizes: Sizes, seq: int, attention: str) -> nn.Module:
-    transformers = transformers_module()
-    config = transformers.ViTConfig(
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        intermediate_size=sizes.ffn,
-        image_size=[PATCH * edge for edge in _grid(seq)],
-        patch_size=PATCH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation=attention,
-    )
-    model: nn.Module = transformers.ViTModel(config, add_pooling_layer=False)
-    return model
+def _vit(sizes: Sizes, seq: int) -> dict[str, Any]:
+    return {
+        **_common(sizes),
+        "image_size": [PATCH * edge for edge in _grid(seq)],
+        "patch_size": PATCH,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
 
 
-FAMILIES: Mapping[str, Callable[[Sizes, int, str], nn.Module]] = {
-    "bert": _bert,
-    "distilbert": _distilbert,
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "t5": _t5,
-    "vit": _vit,
+def _common(sizes: Sizes) -> dict[str, Any]:
+    """Sizes by the names that most configs have for them."""
+    return {
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "intermediate_size": sizes.ffn,
+    }
+
+
+FAMILIES: Mapping[str, tuple[str, Callable[[Sizes, int], dict[str, Any]]]] = {
+    "bert": ("Bert", _bert),
+    "distilbert": ("DistilBert", _distilbert),
+    "gpt2": ("GPT2", _gpt2),
+    "llama": ("Llama", _llama),
+    "t5": ("T5", _t5),
+    "vit": ("ViT", _vit),
 }
+"""Classes of transformers, without ``Model`` and ``Config``, and the fields of their configs."""
+
+
+def _make(sizes: Sizes, seq: int, attention: str) -> nn.Module:
+    name, fields = FAMILIES[sizes.family]
+    package = transformers_module()
+    vocabulary = {"vocab_size": sizes.vocabulary} if sizes.vocabulary else {}
+    config = getattr(package, f"{name}Config")(
+        **fields(sizes, seq), **vocabulary, attn_implementation=attention
+    )
+    headless = {"add_pooling_layer": False} if sizes.family in ("bert", "vit") else {}
+    model: nn.Module = getattr(package, f"{name}Model")(config, **headless)
+    return model

@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "templates"}),
     frozenset({"search"}),
     frozenset(
-        {"inductor", "dump", "explanation", "report"}
+        {"inductor", "kernel_effects", "dump", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
         | {"fuse", "record_fusion", "verdict"}
     ),

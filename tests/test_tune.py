@@ -114,7 +114,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(
         bench, "library_call", lambda recipe, _: lambda *given: run_recipe(recipe, given)
     )
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: None)
+    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(None))
     monkeypatch.setattr("stof_compile.backend.compile_with_inductor", run_as_it_is)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

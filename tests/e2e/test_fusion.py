@@ -20,6 +20,7 @@ from stof_compile.device import DeviceFacts
 from stof_compile.errors import StofOptionError, StofPlanError
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.search import bench
+from stof_compile.verdict import FastestForm
 
 
 @torch.library.custom_op("stof_test::fused_gelu", mutates_args=())
@@ -141,7 +142,7 @@ def test_a_second_compile_and_a_plan_measure_nothing(fast_template, fresh_dynamo
 
 
 def test_a_plan_of_another_graph_is_refused(fast_template, fresh_dynamo, tmp_path, monkeypatch):
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *a, **k: None)
+    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *a: FastestForm(None))
     run(Mlp().eval(), torch.randn(2, 16, 32), tmp_path, dump_dir=str(tmp_path / "dump"))
     (plan,) = (tmp_path / "dump").glob("graph_*/plan.json")
     with pytest.raises(StofPlanError, match="another graph"):

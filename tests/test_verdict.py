@@ -1,0 +1,123 @@
+"""The last word on a graph: its forms compiled within the budget and timed, the fastest kept."""
+
+import pytest
+import torch
+from torch.fx import symbolic_trace
+
+from stof_compile import verdict
+from stof_compile.budget import Budget
+from stof_compile.measure import Timing
+from stof_compile.options import StofOptions
+from stof_compile.store import Store
+from stof_compile.verdict import fastest_form
+
+CPU = torch.device("cpu")
+NAMES = ("fused", "as torch.compile runs it", "attention only")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A compiler that takes seconds of a fake clock, and a timer with a table of microseconds."""
+
+    class Bench:
+        def __init__(self):
+            self.now, self.compile_s, self.events = 0.0, 5.0, []
+            self.times_us = dict(zip(NAMES, (10.0, 20.0, 15.0), strict=True))
+
+        def forms(self):
+            def make(name):
+                return symbolic_trace(lambda x: x + NAMES.index(name))
+
+            return {name: lambda name=name: make(name) for name in NAMES}
+
+        def budget(self, seconds):
+            return Budget(seconds, clock=lambda: self.now)
+
+    bench = Bench()
+
+    def compile_form(gm, inputs, opts):
+        bench.now += bench.compile_s
+        name = NAMES[int(gm(torch.zeros(())))]
+        bench.events.append(name)
+        if isinstance(bench.times_us[name], BaseException):
+            raise bench.times_us[name]
+
+        def run(x):
+            return name
+
+        return run
+
+    def time_forms(fns, sets, device, **how):
+        return [Timing(us, us, us, 3, "clock") for us in (bench.times_us[f(0)] for f in fns)]
+
+    monkeypatch.setattr(verdict, "compile_with_inductor", compile_form)
+    monkeypatch.setattr(verdict, "time_in_turns", time_forms)
+    return bench
+
+
+def decide(bench, seconds=60.0, store=None, **options):
+    opts = StofOptions(**options)
+    budget = bench.budget(seconds)
+    return fastest_form(bench.forms(), (torch.zeros(()),), CPU, opts, store, "a graph", budget)
+
+
+def test_the_fastest_form_wins_and_is_not_compiled_again(bench):
+    bench.times_us["attention only"] = 5.0
+    found = decide(bench)
+    assert bench.events == list(NAMES)
+    assert found.verdict.winner == "attention only"
+    assert found.compiled(0) == "attention only"
+
+
+def test_with_cuda_graphs_the_winner_is_compiled_as_asked(bench):
+    assert decide(bench, mode="reduce-overhead").compiled is None
+    assert decide(bench, inductor={"triton.cudagraphs": True}).compiled is None
+    assert decide(bench, mode="default").compiled is not None
+
+
+def test_the_first_form_takes_nothing_from_the_budget(bench):
+    found = decide(bench, seconds=6.0)
+    assert bench.events == ["fused", "as torch.compile runs it", "attention only"]
+    bench.events.clear()
+    found = decide(bench, seconds=5.0)
+    assert bench.events == ["fused", "as torch.compile runs it"]
+    assert found.verdict.winner == "fused"
+
+
+def test_without_time_the_first_form_is_kept_as_compiled(bench, tmp_path):
+    found = decide(bench, seconds=0.0, store=Store(tmp_path, "here"))
+    assert bench.events == ["fused"]
+    assert found.verdict is None and found.compiled(0) == "fused"
+
+
+def test_a_complete_verdict_is_stored_and_an_incomplete_one_is_not(bench, tmp_path):
+    store = Store(tmp_path, "here")
+    decide(bench, seconds=5.0, store=store)
+    bench.events.clear()
+    assert decide(bench, store=store).verdict.source == "measured"
+    bench.events.clear()
+    held = decide(bench, store=store)
+    assert held.verdict.source == "store" and held.compiled is None and bench.events == []
+
+
+def test_a_form_that_fails_is_out(bench):
+    bench.times_us["fused"] = RuntimeError("no kernel")
+    found = decide(bench)
+    assert found.verdict.winner == "attention only"
+    with pytest.raises(RuntimeError):
+        decide(bench, strict=True)
+
+
+def test_forms_that_cannot_be_timed_leave_the_first(bench, monkeypatch):
+    def out_of_memory(*given, **how):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(verdict, "time_in_turns", out_of_memory)
+    found = decide(bench)
+    assert found.verdict is None and found.compiled(0) == "fused"
+
+
+def test_interrupting_keeps_what_is_compiled(bench):
+    bench.times_us["as torch.compile runs it"] = KeyboardInterrupt()
+    found = decide(bench)
+    assert found.verdict is None and found.compiled(0) == "fused"
