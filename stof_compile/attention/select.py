@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from stof_compile.attention.agree import agree
-from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.decision_table import decide, plausible_configs
 from stof_compile.attention.problem import AttentionProblem
+from stof_compile.attention.trial import compile_together, measure_candidate
 from stof_compile.budget import Budget
 from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.spec import MaskSpec
-from stof_compile.measure import check_close, time_callable
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Candidate, Plan
 from stof_compile.store import Store
@@ -41,9 +39,6 @@ PAPER_KERNELS = {
     "cpu": {"row": "gather", "block": "flex"},
 }
 ROW_QUERIES, ROW_KEYS = 16, 32  # beyond both the row-wise kernel is not worth its compile time
-GATE_ROWS = (
-    256  # query rows a candidate is checked on against fp64, in the first and the last plane
-)
 FAMILY_RATIO = 1.4
 """A family of configs whose first is this much slower than the best so far is measured no further.
 Within one family the first was at most 1.2x the best (BERT-base with BigBird, (8, 512) and
@@ -192,21 +187,26 @@ def _choose_by_measuring(
     results: list[Candidate] = []
     complete = True
     best_us: dict[tuple[object, ...], float] = {}  # of each family
-    for kernel, config in _first_of_families_first(candidates):
-        family = _family(kernel, config)
-        ratio = best_us.get(family, 0.0) / min(best_us.values(), default=1.0)
-        if budget.left <= 0:
-            complete = False
-            reason = "the time budget was spent"
-        elif ratio > FAMILY_RATIO:
-            reason = f"the first config of its tile sizes took {ratio:.1f}x the best one's time"
-        else:
-            found = _measure(problem, kernel, config, generator)
-            results.append(found)
-            if found.median_us is not None:
-                best_us[family] = min(found.median_us, best_us.get(family, math.inf))
-            continue
-        results.append(Candidate(kernel, config, "predicted", reason=reason))
+    leading = _first_of_families(candidates)
+    for group in (leading, [c for c in candidates if c not in leading]):
+        kept = [c for c in group if _ratio(best_us, *c) <= FAMILY_RATIO]
+        if problem.device.type == "cuda" and not budget.spent:
+            compile_together(problem, kept, generator)
+        for kernel, config in group:
+            ratio = _ratio(best_us, kernel, config)
+            if budget.left <= 0:
+                complete = False
+                reason = "the time budget was spent"
+            elif (kernel, config) not in kept or ratio > FAMILY_RATIO:
+                reason = f"the first config of its tile sizes took {ratio:.1f}x the best one's time"
+            else:
+                found = measure_candidate(problem, kernel, config, generator)
+                results.append(found)
+                if found.median_us is not None:
+                    family = _family(kernel, config)
+                    best_us[family] = min(found.median_us, best_us.get(family, math.inf))
+                continue
+            results.append(Candidate(kernel, config, "predicted", reason=reason))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
     if not measured:
         return AttentionPlan(
@@ -249,138 +249,23 @@ def _family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
     return (kernel, how.block_q, how.block_k, bool(how.hopper))
 
 
-def _first_of_families_first(
+def _ratio(best_us: dict[tuple[object, ...], float], kernel: str, config: tuple[int, ...]) -> float:
+    """How many times slower a candidate's family is than the best; 0 while nothing is known."""
+    known = best_us.get(_family(kernel, config))
+    return 0.0 if known is None else known / min(best_us.values())
+
+
+def _first_of_families(
     candidates: Sequence[tuple[str, tuple[int, ...]]],
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """The order of measuring: one candidate of each family, then the others as they come."""
-    seen: set[tuple[object, ...]] = set()
-    leading = []
+    """The first candidate of each family."""
+    firsts: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
     for candidate in candidates:
-        if _family(*candidate) not in seen:
-            seen.add(_family(*candidate))
-            leading.append(candidate)
-    return leading + [c for c in candidates if c not in leading]
+        firsts.setdefault(_family(*candidate), candidate)
+    return list(firsts.values())
 
 
 def _few_keys(problem: AttentionProblem) -> bool:
     """Whether the row-wise kernel has a chance: few query rows, or few keys kept by each."""
     density = 1.0 if problem.spec is None else float(problem.statistics["density"])
     return problem.q_len <= ROW_QUERIES or density * problem.k_len <= ROW_KEYS
-
-
-def _measure(
-    problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator
-) -> Candidate:
-    """Time one candidate on random tensors after it passed the correctness gate; a failure is a
-    recorded trial."""
-    try:
-        call = bind_kernel(problem, kernel, config)
-        sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
-        error = _gate(problem, call, sets[0])
-        if error is None:
-            return Candidate(
-                kernel, config, "failed", reason="output differs from the fp64 reference"
-            )
-        timing = time_callable(_timed(problem, call), sets, problem.device)
-    except StofUnsupportedError as refusal:
-        return Candidate(kernel, config, "refused", reason=str(refusal))
-    except Exception as failure:  # a failed candidate is a recorded trial (architecture.md)
-        logger.info("attention candidate %s %s failed: %r", kernel, config, failure)
-        return Candidate(
-            kernel, config, "failed", reason=f"{type(failure).__name__}: {failure}"[:300]
-        )
-    return Candidate(
-        kernel, config, "measured", timing.median_us, timing.p20_us, timing.p80_us, error
-    )
-
-
-def _input_sets(problem: AttentionProblem) -> int:
-    """Enough copies that a GPU's L2 (about 60 MB) cannot hold them all, four at most."""
-    if problem.device.type != "cuda":
-        return 1
-    one = (
-        3
-        * problem.batch
-        * problem.heads
-        * problem.q_len
-        * problem.head_dim
-        * problem.q.dtype.itemsize
-    )
-    return max(1, min(4, math.ceil(120e6 / max(one, 1))))
-
-
-def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tuple[Any, ...]:
-    device = problem.device
-    q, k, v = (meta.random(device, generator) for meta in (problem.q, problem.k, problem.v))
-    keep = (
-        torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device)
-        if problem.padding
-        else None
-    )
-    bias = problem.bias.random(device, generator) if problem.bias is not None else None
-    return q, k, v, keep, bias
-
-
-def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
-    if not problem.training:
-
-        def forward(*inputs: Any) -> Any:
-            with torch.no_grad():
-                q, k, v, key_keep, bias = inputs
-                return call.run(q, k, v, key_keep, bias, call.buffers)
-
-        return forward
-
-    def forward_backward(q: Any, k: Any, v: Any, key_keep: Any, bias: Any) -> Any:
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out = call.run(leaves[0], leaves[1], leaves[2], key_keep, bias, call.buffers)
-            return torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-    return forward_backward
-
-
-def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) -> float | None:
-    """Return the largest relative error on sampled rows of a few planes, None when it is out of
-    tolerance.
-
-    Rows are sampled so that the check costs O(rows x K) at any length.
-    """
-    from stof_compile.kernels.reference import attention_reference
-
-    q, k, v, key_keep, bias = inputs
-    reference: torch.Tensor
-    with torch.no_grad():
-        out = call.run(q, k, v, key_keep, bias, call.buffers)
-    device, group = problem.device, problem.heads // problem.k.shape[1]
-    stride = max(1, problem.q_len // GATE_ROWS)
-    rows = torch.arange(0, problem.q_len, stride, device=device)
-    rows = torch.cat([rows, rows.new_tensor([problem.q_len - 1])])
-    keys = torch.arange(problem.k_len, device=device)
-    worst = 0.0
-    for b, h in sorted({(0, 0), (problem.batch - 1, problem.heads - 1)}):
-        keep = None
-        if problem.spec is not None:
-            spec = problem.spec.bind(problem.q_len, problem.k_len, problem.q_offset, device)
-            plane = (torch.tensor(b, device=device), torch.tensor(h, device=device))
-            keep = spec.keep(*plane, (rows + problem.q_offset)[:, None], keys[None, :])
-            keep = keep.expand(rows.numel(), problem.k_len)[None, None]
-        row_bias = None
-        if bias is not None:
-            whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
-            row_bias = whole[b : b + 1, h : h + 1, rows].double()
-        reference = attention_reference(  # type: ignore[assignment]
-            q[b : b + 1, h : h + 1, rows].double(),
-            k[b : b + 1, h // group : h // group + 1].double(),
-            v[b : b + 1, h // group : h // group + 1].double(),
-            keep=keep,
-            key_keep=None if key_keep is None else key_keep[b : b + 1],
-            bias=row_bias,
-            scale=problem.scale,
-            softcap=problem.softcap,
-        )
-        report = check_close(out[b : b + 1, h : h + 1, rows], reference, problem.q.dtype)
-        if not report.ok:
-            return None
-        worst = max(worst, report.max_rel)
-    return worst

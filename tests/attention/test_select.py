@@ -53,7 +53,7 @@ def timer(monkeypatch):
             kernel, config, "measured", times[kernel], times[kernel], times[kernel], 1e-6
         )
 
-    monkeypatch.setattr(select, "_measure", fake)
+    monkeypatch.setattr(select, "measure_candidate", fake)
     fake.times, fake.measured = times, measured
     return fake
 
@@ -107,7 +107,7 @@ def test_slow_tile_sizes_are_measured_once(monkeypatch, tmp_path):
         us = {(): 90.0, 64: 10.0, 128: 18.0}[config[0] if config else ()] - len(measured)
         return Candidate(kernel, config, "measured", us, us, us, 1e-6)
 
-    monkeypatch.setattr(select, "_measure", fake)
+    monkeypatch.setattr(select, "measure_candidate", fake)
     plan = choose(problem(masks.causal()), StofOptions(), Store(tmp_path, "here"), Budget(60))
     assert measured == [(64, 64, 4, 3), (), (128, 128, 8, 3), (64, 64, 4, 4)]
     assert plan.config == (64, 64, 4, 4)
@@ -174,4 +174,4 @@ def test_the_gate_counts_rows_from_the_offset():
     spec = spec.bind(32, 64, 32)
     held = AttentionProblem(queries, keys, keys, spec, 32, torch.device("cpu"), 0.25)
     generator = torch.Generator().manual_seed(0)
-    assert select._measure(held, "sdpa", (), generator).status == "measured"
+    assert select.measure_candidate(held, "sdpa", (), generator).status == "measured"

@@ -1,0 +1,176 @@
+"""Trials of attention candidates: compiled, checked against fp64, timed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from stof_compile.attention.call import KernelCall, bind_kernel
+from stof_compile.attention.problem import AttentionProblem
+from stof_compile.errors import StofUnsupportedError
+from stof_compile.measure import check_close, time_callable
+from stof_compile.plan import Candidate
+
+logger = logging.getLogger("stof_compile")
+
+COMPILE_THREADS = 6
+GATE_ROWS = (
+    256  # query rows a candidate is checked on against fp64, in the first and the last plane
+)
+
+
+def measure_candidate(
+    problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator
+) -> Candidate:
+    """Time one candidate on random tensors after it passed the correctness gate; a failure is a
+    recorded trial."""
+    try:
+        call = bind_kernel(problem, kernel, config)
+        sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
+        error = _gate(problem, call, sets[0])
+        if error is None:
+            return Candidate(
+                kernel, config, "failed", reason="output differs from the fp64 reference"
+            )
+        timing = time_callable(_timed(problem, call), sets, problem.device)
+    except StofUnsupportedError as refusal:
+        return Candidate(kernel, config, "refused", reason=str(refusal))
+    except Exception as failure:  # a failed candidate is a recorded trial (architecture.md)
+        logger.info("attention candidate %s %s failed: %r", kernel, config, failure)
+        return Candidate(
+            kernel, config, "failed", reason=f"{type(failure).__name__}: {failure}"[:300]
+        )
+    return Candidate(
+        kernel, config, "measured", timing.median_us, timing.p20_us, timing.p80_us, error
+    )
+
+
+def _input_sets(problem: AttentionProblem) -> int:
+    """Enough copies that a GPU's L2 (about 60 MB) cannot hold them all, four at most."""
+    if problem.device.type != "cuda":
+        return 1
+    one = (
+        3
+        * problem.batch
+        * problem.heads
+        * problem.q_len
+        * problem.head_dim
+        * problem.q.dtype.itemsize
+    )
+    return max(1, min(4, math.ceil(120e6 / max(one, 1))))
+
+
+def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tuple[Any, ...]:
+    device = problem.device
+    q, k, v = (meta.random(device, generator) for meta in (problem.q, problem.k, problem.v))
+    keep = (
+        torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device)
+        if problem.padding
+        else None
+    )
+    bias = problem.bias.random(device, generator) if problem.bias is not None else None
+    return q, k, v, keep, bias
+
+
+def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
+    if not problem.training:
+
+        def forward(*inputs: Any) -> Any:
+            with torch.no_grad():
+                q, k, v, key_keep, bias = inputs
+                return call.run(q, k, v, key_keep, bias, call.buffers)
+
+        return forward
+
+    def forward_backward(q: Any, k: Any, v: Any, key_keep: Any, bias: Any) -> Any:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = call.run(leaves[0], leaves[1], leaves[2], key_keep, bias, call.buffers)
+            return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return forward_backward
+
+
+def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) -> float | None:
+    """Return the largest relative error on sampled rows of a few planes, None when it is out of
+    tolerance.
+
+    Rows are sampled so that the check costs O(rows x K) at any length.
+    """
+    from stof_compile.kernels.reference import attention_reference
+
+    q, k, v, key_keep, bias = inputs
+    reference: torch.Tensor
+    with torch.no_grad():
+        out = call.run(q, k, v, key_keep, bias, call.buffers)
+    device, group = problem.device, problem.heads // problem.k.shape[1]
+    stride = max(1, problem.q_len // GATE_ROWS)
+    rows = torch.arange(0, problem.q_len, stride, device=device)
+    rows = torch.cat([rows, rows.new_tensor([problem.q_len - 1])])
+    keys = torch.arange(problem.k_len, device=device)
+    worst = 0.0
+    for b, h in sorted({(0, 0), (problem.batch - 1, problem.heads - 1)}):
+        keep = None
+        if problem.spec is not None:
+            spec = problem.spec.bind(problem.q_len, problem.k_len, problem.q_offset, device)
+            plane = (torch.tensor(b, device=device), torch.tensor(h, device=device))
+            keep = spec.keep(*plane, (rows + problem.q_offset)[:, None], keys[None, :])
+            keep = keep.expand(rows.numel(), problem.k_len)[None, None]
+        row_bias = None
+        if bias is not None:
+            whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
+            row_bias = whole[b : b + 1, h : h + 1, rows].double()
+        reference = attention_reference(  # type: ignore[assignment]
+            q[b : b + 1, h : h + 1, rows].double(),
+            k[b : b + 1, h // group : h // group + 1].double(),
+            v[b : b + 1, h // group : h // group + 1].double(),
+            keep=keep,
+            key_keep=None if key_keep is None else key_keep[b : b + 1],
+            bias=row_bias,
+            scale=problem.scale,
+            softcap=problem.softcap,
+        )
+        report = check_close(out[b : b + 1, h : h + 1, rows], reference, problem.q.dtype)
+        if not report.ok:
+            return None
+        worst = max(worst, report.max_rel)
+    return worst
+
+
+def compile_together(
+    problem: AttentionProblem,
+    candidates: Sequence[tuple[str, tuple[int, ...]]],
+    generator: torch.Generator,
+) -> None:
+    """Call Triton candidates once on a GPU, in threads: most of a compilation runs without Python's
+    lock.
+
+    One that fails does so again, and is recorded, where it is measured.
+    """
+    wanted = [c for c in candidates if c[0] in ("block", "row")]
+    if len(wanted) < 2:
+        return
+    inputs = _random_inputs(problem, generator)
+
+    def call_once(candidate: tuple[str, tuple[int, ...]]) -> None:
+        try:
+            call = calls[candidate]
+            with torch.cuda.device(problem.device):
+                _timed(problem, call)(*inputs)
+        except Exception as failure:  # told where it is measured
+            logger.debug("attention candidate %s failed in a thread: %r", candidate, failure)
+
+    calls = {}
+    for candidate in wanted:
+        try:
+            calls[candidate] = bind_kernel(problem, *candidate)
+        except StofUnsupportedError:  # told where it is measured
+            continue
+    with ThreadPoolExecutor(min(COMPILE_THREADS, len(wanted))) as threads:
+        list(threads.map(call_once, calls))
+    torch.cuda.synchronize(problem.device)
