@@ -92,6 +92,11 @@ def launch_needs(launch: Launch, target: int) -> Needs:
 
 def written_tensors(launch: Launch) -> set[str]:
     """Names of the arguments that torch's analysis of the kernel takes for written."""
+    return written_arguments(launch.kernel, launch.arguments)
+
+
+def written_arguments(kernel: Any, arguments: dict[str, Any]) -> set[str]:
+    """The same of a kernel and all its arguments by name; only shapes and dtypes are read."""
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 
     class Driver:
@@ -104,9 +109,9 @@ def written_tensors(launch: Launch) -> set[str]:
             name: torch.empty(value.shape, dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else value
-            for name, value in launch.arguments.items()
+            for name, value in arguments.items()
         }
         if hasattr(wrap, "identify_accessed_tensors"):
-            accesses = wrap.identify_accessed_tensors(launch.kernel, given, {})
+            accesses = wrap.identify_accessed_tensors(kernel, given, {})
             return {dependency.name for dependency in accesses.read_writes.writes}
-        return set(wrap.identify_mutated_tensors(launch.kernel, given, {}))
+        return set(wrap.identify_mutated_tensors(kernel, given, {}))

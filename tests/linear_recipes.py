@@ -3,8 +3,28 @@
 from dataclasses import replace
 
 import torch
-from close import assert_close
 from norm_recipes import DEVICE, HALF, Recording, random, rows_apart
+from template_checks import check_template
+
+__all__ = ["SHAPES", "SMALL", "Writer", "check_template", "linear_recipe", "on_gpu", "sized"]
+
+SMALL = {
+    "block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 2, "num_stages": 2, "group_m": 2,
+    "split_k": 1, "persistent": 0, "tma": 0,
+}  # fmt: skip
+"""The smallest config of the linear template."""
+
+SHAPES = {
+    "BERT 128": (128, 768, 768),
+    "BERT 128 up": (128, 3072, 768),
+    "BERT 128 down": (128, 768, 3072),
+    "BERT 4096": (4096, 768, 768),
+    "BERT 4096 down": (4096, 768, 3072),
+    "BERT 32768 up": (32768, 3072, 768),
+    "one row": (1, 4096, 4096),
+    "ragged": (1000, 300, 72),
+}
+"""M, N, K of its products."""
 
 
 def on_gpu(recipe):
@@ -78,15 +98,11 @@ def linear_recipe(
     return w.done()
 
 
-def check_template(template, recipe, operands, config, scale=1.0):
-    """Run a template's call and compare it with the recipe in fp64; returns the result."""
-    call = template.build(recipe, config)
-    torch.use_deterministic_algorithms(True)  # fills new memory: NaN where nothing was written
-    try:
-        out = call.run(operands)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert out.is_contiguous() and out.dtype == recipe.result.dtype
-    assert out.shape == recipe.result.shape
-    assert_close(out, template.reference(recipe, operands, torch.float64), scale=scale)
-    return out
+def sized(m, n, k, dtype=HALF):
+    """A product of [m, k] and [n, k] alone, without memory."""
+    w = Writer(dtype, "cpu")
+    with torch.device("meta"):
+        x, weight = torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
+    w.operands += [x, weight]
+    w.step("linear", ("o", 0), ("o", 1))
+    return w.done()[0]

@@ -1,4 +1,4 @@
-"""Recipes, devices and helpers that the tests of the norm and pointwise templates share."""
+"""Recipes written by hand, recipes of norms, and the devices that the tests of templates know."""
 
 import os
 
@@ -79,63 +79,37 @@ def wide(*tensors):
     return [None if t is None else t.double() for t in tensors]
 
 
-def needed_by(kernel, target, types, constants, num_warps, num_stages=1):
-    """Resources of a kernel compiled for a GPU that is not here.
+def norm_recipe(
+    rows=(33,), n=72, dtype=HALF, norm="layer_norm", bias=False, residual=False, affine=True,
+    swapped=False, norm_dtype=None, strided=False, device=DEVICE,
+):  # fmt: skip
+    """([x + bias] + residual) -> norm, and its operands; ``swapped`` puts the value second."""
+    x = random(*rows, n, dtype=dtype, device=device)
+    operands = [rows_apart(x) if strided else x]
+    rec = Recording(*operands)
+    last = ("o", 0)
 
-    Args:
-        types: argument -> Triton type; arguments that are in neither are i32, multiples of 16.
-        constants: its constexpr arguments.
-    """
-    import triton
-    from compiling import needs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    def operand(tensor):
+        operands.append(tensor)
+        rec.operands = operands
+        return ("o", len(operands) - 1)
 
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
-    }
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", target, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )  # fmt: skip
-    return compiled, needs(compiled, target)
+    def add(last, number):
+        pair = (number, last) if swapped else (last, number)
+        return ("v", rec.add("add", *pair))
 
-
-def written_by(kernel, types, constants, monkeypatch):
-    """Names of the arguments that torch.compile takes for written by a kernel."""
-    import triton
-    from torch._higher_order_ops import triton_kernel_wrap as wrap
-    from triton.backends.compiler import GPUTarget
-
-    class Driver:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    dtypes = {f"*{name}": dtype for dtype, name in NAMES.items()}
-    with torch._subclasses.FakeTensorMode():
-        arguments = {}
-        for name in kernel.arg_names:
-            if name in constants:
-                arguments[name] = constants[name]
-            elif name in types:
-                arguments[name] = torch.empty(4, 4, dtype=dtypes[types[name]])
-            else:
-                arguments[name] = 64
-        if hasattr(wrap, "identify_accessed_tensors"):
-            accesses = wrap.identify_accessed_tensors(kernel, arguments, {})
-            return {dependency.name for dependency in accesses.read_writes.writes}
-        return set(wrap.identify_mutated_tensors(kernel, arguments, {}))
-
-
-def assert_fits(found, target):
-    from stof_compile.kernels.limits import shared_memory_limit
-
-    assert found.shared_bytes <= shared_memory_limit(divmod(target, 10))
-    assert found.spill_bytes == 0, f"{found.spill_bytes} bytes spilled"
+    if bias:
+        last = add(last, operand(random(n, dtype=dtype, device=device)))
+    if residual:
+        last = add(last, operand(random(*rows, n, dtype=dtype, device=device, seed=5)))
+    read = [last]
+    has_bias = affine and norm == "layer_norm"
+    if affine:
+        read.append(operand(1 + 0.2 * random(n, dtype=norm_dtype or dtype, device=device, seed=6)))
+    if has_bias:
+        read.append(operand(random(n, dtype=norm_dtype or dtype, device=device, seed=7)))
+    rec.add(norm, *read, eps=1e-5, width=n, has_weight=affine, has_bias=has_bias)
+    return rec.recipe(), operands
 
 
 def compiled_and_captured(function, *operands):

@@ -1,0 +1,79 @@
+"""The linear template: what its configs compile to for GPUs that are not here."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from linear_compiling import compile_launch, launch_needs, record, written_tensors
+from linear_recipes import SHAPES, SMALL, sized
+from norm_recipes import BRAIN, HALF, SINGLE, machine
+from stof_compile.kernels import linear
+from stof_compile.templates.gemm_tiles import Product, Tile, shared_bytes
+from stof_compile.templates.triton_linear import TritonLinear
+from template_checks import HOPPER
+
+pytestmark = pytest.mark.compile_only
+
+TEMPLATE = TritonLinear()
+
+
+def recorded(m, n, k, dtype, config, *, activation="gelu", residual=False, factor=False, kn=False):
+    with torch._subclasses.FakeTensorMode():
+        x, bias = torch.empty(m, k, dtype=dtype, device="cuda"), None
+        weight = torch.empty(k, n, dtype=dtype, device="cuda").t() if kn else None
+        weight = torch.empty(n, k, dtype=dtype, device="cuda") if weight is None else weight
+        bias = torch.empty(n, dtype=dtype, device="cuda")
+        full = torch.empty(m, n, dtype=dtype, device="cuda")
+        return record(
+            linear, "fused_linear_forward", x, weight, bias, full if residual else None,
+            full if factor else None, activation, list(config.values()),
+        )  # fmt: skip
+
+
+def assert_compiles(target, m, n, k, dtype, config, **form):
+    found = launch_needs(recorded(m, n, k, dtype, config, **form), target)
+    assert found.shared_bytes <= machine(target).shared_memory_bytes
+    assert found.spill_bytes == 0, f"{config}: {found.spill_bytes} bytes spilled"
+    estimated = shared_bytes(Tile(**config), Product(m, n, k, dtype), machine(target))
+    assert found.shared_bytes <= estimated, "the space is pruned by too low an estimate"
+    return found
+
+
+@pytest.mark.parametrize("target", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("shape", ["BERT 128", "BERT 128 down", "BERT 4096"])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["fp16", "fp32"])
+def test_first_config_compiles(target, shape, dtype):
+    m, n, k = SHAPES[shape]
+    config = TEMPLATE.first(sized(m, n, k, dtype), machine(target))
+    assert_compiles(target, m, n, k, dtype, config, residual=True)
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"kn": True}, {"residual": True, "factor": True}], ids=["bias", "kn", "full"]
+)
+@pytest.mark.parametrize("m", [4096, 1000])
+def test_persistent_tiles_of_hopper(form, m):
+    config = SMALL | {
+        "block_m": 128, "block_n": 256, "block_k": 64, "num_warps": 8, "num_stages": 3,
+        "group_m": 8, "persistent": 1, "tma": 1,
+    }  # fmt: skip
+    found = assert_compiles(90, m, 3072, 768, BRAIN, config, **form)
+    assert found.registers <= 255
+
+
+def test_loads_and_products_of_hopper_overlap():
+    config = TEMPLATE.first(sized(32768, 3072, 768), HOPPER)
+    text = compile_launch(recorded(32768, 3072, 768, HALF, config), 90).asm["ttgir"]
+    assert "async_tma_copy_global_to_local" in text
+    assert "warp_group_dot_wait" in text and "pendings = 1" in text
+    assert text.count("scf.for") == 1, "tiles and steps are not one loop"
+
+
+@pytest.mark.parametrize("change", [{}, {"split_k": 4}, {"persistent": 1}, {"tma": 1}], ids=str)
+def test_torch_sees_that_only_the_results_are_written(change):
+    """A tensor taken for written would be cloned at every call of a compiled graph."""
+    config = SMALL | {"block_m": 64, "block_n": 64, "block_k": 64, "num_warps": 4} | change
+    launch = recorded(100, 768, 768, HALF, config, residual=True, factor=True)
+    extra = {"parts", "flags"} if "split_k" in change else set()
+    assert written_tensors(launch) == {"out"} | extra
