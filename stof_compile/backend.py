@@ -41,7 +41,7 @@ from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
-from stof_compile.plan import Plan
+from stof_compile.plan import AttentionPlan, Plan
 from stof_compile.record_attention import record_near_misses, record_sites
 from stof_compile.record_fusion import record_fusion
 from stof_compile.short_gelu import shorten_gelu
@@ -96,6 +96,9 @@ def stof(
     return with_variants(compiled, partial(_compile_again, captured, facts), opts, record, folded)
 
 
+AS_TORCH = "as torch.compile runs it"  # a form of the graph
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A graph after STOF's passes.
@@ -113,12 +116,17 @@ class Outcome:
 
 
 def _improve(
-    gm: torch.fx.GraphModule, facts: CaptureFacts, opts: StofOptions, budget: Budget | None = None
+    gm: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    opts: StofOptions,
+    budget: Budget | None = None,
+    choices: Mapping[str, AttentionPlan] | None = None,
 ) -> Outcome:
     """Run STOF's own passes; when one fails the original graph is compiled.
 
     Args:
         budget: seconds left for measurements; None = all that the options give.
+        choices: attention problem -> what was chosen for it in this compile.
     Raises:
         StofMaskError: one failed and the options have a mask, which would be lost.
     """
@@ -129,7 +137,7 @@ def _improve(
     record.graphs["captured"] = graph_text(gm)
     outcome = Outcome(record, Plan(environment_key(device)), original)
     try:
-        outcome = _rewrite(gm, facts, opts, record, budget)
+        outcome = _rewrite(gm, facts, opts, record, budget, choices or {})
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
@@ -147,6 +155,7 @@ def _rewrite(
     opts: StofOptions,
     record: Record,
     budget: Budget,
+    choices: Mapping[str, AttentionPlan],
 ) -> Outcome:
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
@@ -165,7 +174,7 @@ def _rewrite(
     store = Store(opts.cache_dir or default_root(), environment)
     plan = None if opts.plan is None else Plan.load(opts.plan, environment)
     identity = hashlib.sha256(record.graphs["captured"].encode()).hexdigest()
-    ctx = LoweringContext(facts, opts, store, budget, plan, {})
+    ctx = LoweringContext(facts, opts, store, budget, plan, dict(choices))
     fusion = None
     with ExitStack() as ending:
         operators = None
@@ -214,22 +223,23 @@ def _fastest(
     if has_effects(captured.graph):
         return outcome, None
 
-    def earlier(attention: str) -> Outcome:
-        gm = copy_graph(captured)
-        here = facts_at_call(gm, inputs, facts, constant=True)
-        asked = replace(opts, fusion="off", strict=False, attention=attention)
-        return _improve(gm, here, asked, budget)
-
+    chosen = outcome.plan.attention
+    plain = {key: _left_to_torch(choice) for key, choice in chosen.items()}
+    earlier = {"attention only": (opts.attention, chosen), AS_TORCH: ("sdpa", plain)}
     forms: dict[str, Outcome] = {"fused": outcome}
 
     def make(name: str) -> torch.fx.GraphModule:
         if name not in forms:
-            forms[name] = earlier(opts.attention if name == "attention only" else "sdpa")
+            attention, choices = earlier[name]
+            gm = copy_graph(captured)
+            here = facts_at_call(gm, inputs, facts, constant=True)
+            asked = replace(opts, fusion="off", strict=False, attention=attention)
+            forms[name] = _improve(gm, here, asked, budget, choices)
         return forms[name].gm
 
     names = ["fused", "attention only"]  # in the order in which they are tried while there is time
     if opts.attention == "auto" and not opts.strict:  # else the user's choice would be undone
-        names.insert(1, "as torch.compile runs it")
+        names.insert(1, AS_TORCH)
     store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))
     graphs, asked = outcome.record.graphs, outcome.record.options
     options = [asked[name] for name in ("mask", "inductor", "mode", "attention")]
@@ -250,6 +260,15 @@ def _fastest(
         kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
     kept.record.notes.append(str(verdict))
     return kept, fastest.compiled
+
+
+def _left_to_torch(choice: AttentionPlan) -> AttentionPlan:
+    """The choice for an attention where the whole graph is faster without us."""
+    reason = (
+        f"the whole graph is faster as torch.compile runs it; of the kernels alone "
+        f"{choice.kernel} won: {choice.reason}"
+    )
+    return replace(choice, kernel="sdpa", config=(), source="graph", reason=reason)
 
 
 def _compile_again(

@@ -51,7 +51,8 @@ class AttentionPlan:
     Args:
         kernel, config: the winner (see :class:`Candidate`).
         source: where the choice comes from: ``measured`` | ``store`` | ``table`` | ``paper`` |
-            ``forced`` | ``plan`` | ``only`` (nothing else fits).
+            ``forced`` | ``plan`` | ``only`` (nothing else fits) | ``graph`` (the whole graph is
+            faster so).
         reason: one sentence for people.
         candidates: all that was considered, the winner included.
     """

@@ -114,14 +114,16 @@ def _compile(
     compiled: dict[str, Callable[..., Any]],
 ) -> None:
     """Compile the forms while there is time, into ``compiled``."""
-    plain = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+    # else just as in the end, so that Inductor's caches know what was compiled for timing
+    without_graphs = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+    timed = without_graphs if uses_cuda_graphs(opts) else opts
     left = budget.left
     for number, (name, make) in enumerate(forms.items()):
         if number and budget.spent:
             logger.info("%s is not timed: the time budget was spent", name)
             continue
         try:
-            compiled[name] = compile_with_inductor(copy_graph(make()), inputs, plain)
+            compiled[name] = compile_with_inductor(copy_graph(make()), inputs, timed)
         except Exception as failure:  # a form that fails is out; the next one may be the answer
             if opts.strict:
                 raise

@@ -201,10 +201,15 @@ class DeviceBench:
                 return report, None
             return report, time_callable(call, sets, self.device, budget_s=TRIAL_S)
 
+        started = time.monotonic()
         with self._counted():
-            return self.table.measure(
+            trial = self.table.measure(
                 recipe.key, candidate.template, candidate.settings, run, self.budget
             )
+        what = " ".join(step.kind for step in recipe.steps)
+        seconds = time.monotonic() - started
+        log.debug("%s, %s: %.1f us, after %.2f s", what, candidate, trial.cost_us, seconds)
+        return trial
 
     def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
         """See :class:`SegmentBench`."""

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from captured_stacks import BertLayer, Stack
 from close import assert_close
 from stof_compile.templates.base import Call, Slot, Template
 from stof_compile.templates.space import ConfigSpace
 from torch import nn
 
-from stof_compile import explain
+from stof_compile import explain, masks
 from stof_compile.device import DeviceFacts
 from stof_compile.errors import StofOptionError, StofPlanError
 from stof_compile.fusion.recipe import Recipe
+from stof_compile.measure import Timing
 from stof_compile.search import bench
 from stof_compile.verdict import FastestForm
 
@@ -89,8 +91,6 @@ def fast_template(templates, monkeypatch):
     """Every candidate has a time by its name: the template wins wherever it stands."""
 
     def time(call, sets, device, budget_s):
-        from stof_compile.measure import Timing
-
         call(*sets[0])
         us = 5.0 if "DeviceBench._call" in call.__qualname__ else 10.0
         return Timing(us, us, us, 3, "clock")
@@ -183,3 +183,27 @@ def test_gradients_and_symbolic_sizes_are_left_alone(templates, fresh_dynamo, tm
 def test_off_runs_no_fusion(templates, fresh_dynamo, tmp_path):
     _, fast = run(Mlp().eval(), torch.randn(2, 16, 32), tmp_path, fusion="off")
     assert explain(fast).chains == ()
+
+
+def test_where_the_whole_graph_is_faster_without_us_the_record_says_so(
+    fast_template, fresh_dynamo, tmp_path, monkeypatch
+):
+    def time(fns, sets, device, **how):
+        return [Timing(us, us, us, 3, "clock") for us in (3.0, 1.0, 2.0)]
+
+    monkeypatch.setattr("stof_compile.verdict.time_in_turns", time)
+    torch.manual_seed(0)
+    model = Stack(BertLayer()).eval()
+    x = torch.randn(2, 64, 32)
+    options = {"cache_dir": str(tmp_path / "cache"), "mask": masks.sliding_window(4)}
+    fast = torch.compile(model, backend="stof", options=options)
+    with torch.no_grad():
+        out = fast(x, None)
+        band = (torch.arange(64)[:, None] - torch.arange(64)).abs() <= 4
+        assert_close(out, model.double()(x.double(), band), torch.float32, scale=4.0)
+    record = explain(fast).graphs[0]
+    assert any("kept: as torch.compile runs it" in note for note in record.notes)
+    (site,) = record.sites
+    assert (site.choice.kernel, site.choice.source) == ("sdpa", "graph")
+    assert "as torch.compile runs it" in site.choice.reason
+    assert {c.status for c in site.choice.candidates} == {"measured"}
