@@ -295,7 +295,8 @@ def _finished(
     Args:
         timed: the graph as it was compiled for timing; None = it is compiled here.
     """
-    compiled = timed or compile_with_inductor(outcome.gm, inputs, opts)
+    # a copy, as for timing: names of nodes are part of the key of Inductor's caches
+    compiled = timed or compile_with_inductor(copy_graph(outcome.gm), inputs, opts)
     packed = None if outcome.fusion is None else outcome.fusion.packed
     if packed is None:
         return compiled
