@@ -17,19 +17,15 @@ from typing import Any
 import torch
 
 from stof_compile.errors import StofUnsupportedError
+from stof_compile.replay import MAX_RUNS, MIN_RUNS, time_on_cuda
 
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], int]
 """Nanoseconds of a steady clock; tests pass their own."""
 
-MIN_RUNS = 3
-MAX_RUNS = 1000
 SHORT_SAMPLE_NS = 50_000
 """Shorter samples would show the clock and the Python loop."""
-
-GRAPH_US = 500.0
-"""Length of one graph replay, long against the 5 us resolution of events."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +213,7 @@ def _samples(
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index), torch.random.fork_rng(devices=[]), _own_generator(index):
-            return _time_on_cuda(fn, input_sets, budget_s, capture)
+            return time_on_cuda(fn, input_sets, budget_s, capture)
 
 
 @contextmanager
@@ -252,9 +248,6 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-# -- CPU ------------------------------------------------------------------------------------------
-
-
 def _time_on_cpu(
     fn: Callable[..., Any],
     input_sets: Sequence[tuple[Any, ...]],
@@ -283,91 +276,6 @@ def _time_on_cpu(
         spent += elapsed
         samples.append(elapsed / calls / 1e3)
     return samples
-
-
-# -- CUDA -----------------------------------------------------------------------------------------
-
-
-def _time_on_cuda(
-    fn: Callable[..., Any],
-    input_sets: Sequence[tuple[Any, ...]],
-    budget_s: float,
-    capture: bool,
-) -> tuple[list[float], str]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for inputs in input_sets:  # compiles, picks library algorithms, fills the allocator
-            fn(*inputs)
-        stream.synchronize()
-        samples = None
-        method = "events (single calls asked for)"
-        if capture:
-            try:
-                samples, method = _time_replay(fn, input_sets, budget_s, stream), "cuda-graph"
-            except RuntimeError as error:  # something in fn cannot be captured, or failed in it
-                reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-                log.debug("timing without a CUDA graph: %s", reason)
-                method = f"events ({reason})"
-                torch.cuda.synchronize()
-        if samples is None:
-            turn = iter(_endless(input_sets))
-            rough_us = _event_samples(lambda: fn(*next(turn)), 1)[0]
-            samples = _event_samples(lambda: fn(*next(turn)), _runs(budget_s, rough_us))
-        stream.synchronize()
-    torch.cuda.current_stream().wait_stream(stream)
-    return samples, method
-
-
-def _time_replay(
-    fn: Callable[..., Any],
-    input_sets: Sequence[tuple[Any, ...]],
-    budget_s: float,
-    stream: torch.cuda.Stream,
-) -> list[float]:
-    turn = iter(_endless(input_sets))
-    one_turn_us = _event_samples(lambda: [fn(*next(turn)) for _ in input_sets], 1)[0]
-    # whole turns over the input sets, so that every set counts the same
-    turns = max(1, min(round(GRAPH_US / max(one_turn_us, 1.0)), 200))
-    calls = turns * len(input_sets)
-    graph = torch.cuda.CUDAGraph()
-    # Not with torch.cuda.graph: it may collect garbage and empties the allocator's cache first, and
-    # what runs next has to get its memory from the driver again. thread_local: other threads of the
-    # process may allocate meanwhile without spoiling the capture.
-    stream.synchronize()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        for _ in range(turns):
-            for inputs in input_sets:
-                fn(*inputs)
-    finally:
-        graph.capture_end()
-    graph.replay()
-    stream.synchronize()
-    one_us = _event_samples(graph.replay, 1)[0]
-    samples = _event_samples(graph.replay, _runs(budget_s, one_us))
-    return [sample / calls for sample in samples]
-
-
-def _endless(input_sets: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    while True:
-        yield from input_sets
-
-
-def _event_samples(run: Callable[[], Any], runs: int) -> list[float]:
-    """Microseconds of each of ``runs`` calls on the current stream."""
-    starts = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        run()
-        end.record()
-    torch.cuda.current_stream().synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
-
-
-def _runs(budget_s: float, sample_us: float) -> int:
-    return int(max(MIN_RUNS, min(MAX_RUNS, budget_s * 1e6 / max(sample_us, 1.0))))
 
 
 def _timing(samples_us: Sequence[float], method: str) -> Timing:

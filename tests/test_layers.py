@@ -12,7 +12,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan", "budget"}),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "launchers"}
-        | {"measure", "store", "capture", "normalize"}
+        | {"measure", "replay", "store", "capture", "normalize"}
         | {
             "compiled_root",
             "emit",

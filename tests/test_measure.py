@@ -1,5 +1,7 @@
 """The timer and the correctness gate, with a clock of our own."""
 
+import time
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -12,6 +14,7 @@ from stof_compile.measure import (
     time_callable,
     time_in_turns,
 )
+from stof_compile.replay import MAX_TURNS, _turns
 
 
 class Clock:
@@ -222,3 +225,25 @@ def test_cuda_work_that_cannot_be_captured_is_timed_by_events():
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert torch.randn(3, device="cuda").isfinite().all()  # the generator does not think it records
     assert torch.ones(2, device="cuda").sum().item() == 2
+
+
+@pytest.mark.gpu
+def test_a_short_kernel_behind_slow_python_is_timed_without_it():
+    """A call that takes the host a millisecond is replayed as often as one that takes it none."""
+    x = torch.randn(64, 64, device="cuda")
+
+    def slow(x):
+        time.sleep(1e-3)
+        return x + 1
+
+    fast_us = time_callable(lambda x: x + 1, [(x,)], "cuda", budget_s=0.05).median_us
+    slow_us = time_callable(slow, [(x,)], "cuda", budget_s=0.05).median_us
+    assert slow_us < 1.3 * fast_us + 0.3
+
+
+@pytest.mark.parametrize(
+    ("turns", "took_us", "wanted"),
+    [(1, 250.0, 2), (2, 20.0, 50), (50, 310.0, 81), (1, 5000.0, 1), (10, 1.0, MAX_TURNS)],
+)
+def test_turns_fill_a_graph(turns, took_us, wanted):
+    assert _turns(turns, took_us) == wanted

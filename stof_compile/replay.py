@@ -1,0 +1,129 @@
+"""Times on a CUDA device: replays of a graph of several calls, or single calls between events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+MIN_RUNS = 3
+MAX_RUNS = 1000
+GRAPH_US = 500.0
+"""Length of one graph replay, long against its launch and the 5 us resolution of events."""
+
+MAX_TURNS = 200
+
+
+def time_on_cuda(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    budget_s: float,
+    capture: bool,
+) -> tuple[list[float], str]:
+    """Time a function on the current CUDA device.
+
+    Args:
+        fn, input_sets, budget_s, capture: as for ``measure.time_callable``.
+    Returns:
+        Microseconds of one call, a sample each, and how they were taken: "cuda-graph" or
+        "events (why)".
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for inputs in input_sets:  # compiles, picks library algorithms, fills the allocator
+            fn(*inputs)
+        stream.synchronize()
+        samples = None
+        method = "events (single calls asked for)"
+        if capture:
+            try:
+                samples, method = _time_replay(fn, input_sets, budget_s, stream), "cuda-graph"
+            except RuntimeError as error:  # something in fn cannot be captured, or failed in it
+                reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+                log.debug("timing without a CUDA graph: %s", reason)
+                method = f"events ({reason})"
+                torch.cuda.synchronize()
+        if samples is None:
+            turn = iter(_endless(input_sets))
+            rough_us = _event_samples(lambda: fn(*next(turn)), 1)[0]
+            samples = _event_samples(lambda: fn(*next(turn)), _runs(budget_s, rough_us))
+        stream.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
+    return samples, method
+
+
+def _time_replay(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    budget_s: float,
+    stream: torch.cuda.Stream,
+) -> list[float]:
+    turn = iter(_endless(input_sets))
+    # with the launches in it, this is too long for short kernels, by any factor
+    rough_us = _event_samples(lambda: [fn(*next(turn)) for _ in input_sets], 1)[0]
+    turns = _turns(1, rough_us)
+    graph = _capture(fn, input_sets, turns, stream)
+    one_us = min(_event_samples(graph.replay, 3))
+    if _turns(turns, one_us) > turns:
+        turns = _turns(turns, one_us)
+        graph = _capture(fn, input_sets, turns, stream)
+        one_us = _event_samples(graph.replay, 1)[0]
+    samples = _event_samples(graph.replay, _runs(budget_s, one_us))
+    return [sample / (turns * len(input_sets)) for sample in samples]
+
+
+def _turns(turns: int, took_us: float) -> int:
+    """Turns over the input sets that make a graph long enough, if so many take so long."""
+    return max(1, min(round(turns * GRAPH_US / max(took_us, 1.0)), MAX_TURNS))
+
+
+def _capture(
+    fn: Callable[..., Any],
+    input_sets: Sequence[tuple[Any, ...]],
+    turns: int,
+    stream: torch.cuda.Stream,
+) -> torch.cuda.CUDAGraph:
+    """A graph of whole turns over the input sets, so that every set counts the same; replayed once.
+
+    Not with torch.cuda.graph: it may collect garbage and empties the allocator's cache first, and
+    what runs next has to get its memory from the driver again. thread_local: other threads of the
+    process may allocate meanwhile without spoiling the capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream.synchronize()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for _ in range(turns):
+            for inputs in input_sets:
+                fn(*inputs)
+    finally:
+        graph.capture_end()
+    graph.replay()
+    stream.synchronize()
+    return graph
+
+
+def _endless(input_sets: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    while True:
+        yield from input_sets
+
+
+def _event_samples(run: Callable[[], Any], runs: int) -> list[float]:
+    """Microseconds of each of ``runs`` calls on the current stream."""
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        run()
+        end.record()
+    torch.cuda.current_stream().synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def _runs(budget_s: float, sample_us: float) -> int:
+    return int(max(MIN_RUNS, min(MAX_RUNS, budget_s * 1e6 / max(sample_us, 1.0))))
