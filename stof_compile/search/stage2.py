@@ -68,7 +68,8 @@ def sample_configs(
         budget: looked at before every measurement; a known candidate needs none.
         near: whether two candidates differ little, for instance in one dimension. Half of a
             segment's draws are then taken near its best one, as long as there are any.
-        prepare: told which candidates of a segment are measured next, to compile them together.
+        prepare: told which candidates of a segment are measured next, to compile them together;
+            then which ones the next iteration is likely to draw.
         per_iteration: candidates drawn in an iteration; a segment with candidates left gets at
             least one, so more segments than this make an iteration longer.
         reward: weight earned by the segment with the largest drop, the leftmost of equals. What
@@ -94,12 +95,15 @@ def sample_configs(
         counts = shares([segment.weight for segment in open_segments], per_iteration)
         gained = False
         drops: list[float] = []
-        for segment, count in zip(open_segments, counts, strict=True):
+        draws = [s.draw(count, near) for s, count in zip(open_segments, counts, strict=True)]
+        if prepare is not None and not budget.spent:
+            for segment, drawn in zip(open_segments, draws, strict=True):
+                prepare(segment.index, drawn)
+            for segment, count in zip(open_segments, counts, strict=True):
+                prepare(segment.index, segment.untried[: count // 2])
+        for segment, drawn in zip(open_segments, draws, strict=True):
             before = segment.cost_us
             drop = 0.0
-            drawn = segment.draw(count, near)
-            if prepare is not None and not budget.spent:
-                prepare(segment.index, drawn)
             for candidate in drawn:
                 cost_us = known(segment.index, candidate)
                 if cost_us is None:
