@@ -39,8 +39,9 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--peers",
         help="only these peers, comma-separated; e2e: ways (compile-ro, stof-default, ...) or "
-        "sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion) and stof-fusion (no "
-        "sparse attention) run only when named, the first also in three cells",
+        "sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion), stof-fusion (no "
+        "sparse attention) and stof-broken-mha (attention as single operators) run only when "
+        "named, the first also in three cells",
     )
     parsed.add_argument("--device", help="cuda or cpu; default what is there")
     parsed.add_argument(
