@@ -63,7 +63,7 @@ def _key(
     module = getattr(getattr(kernel, "fn", None), "__module__", None) or ""
     if not module.startswith(KERNELS) or any(descriptors):
         return None
-    kinds = []
+    kinds: list[tuple[Any, ...]] = []
     for name, value in sorted(kwargs.items()):
         if isinstance(value, torch.Tensor):
             kinds.append((name, "tensor", value.dtype))
