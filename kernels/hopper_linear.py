@@ -1,8 +1,6 @@
 """A linear layer with its epilogue on Hopper GPUs: when it can run, and how its kernel is launched.
 
-    y = activation(x @ weight.T + bias) [+ residual]
-
-The product and the bias are rounded to the dtype before the activation, as in the unfused graph.
+y = activation(x @ weight.T + bias) [+ residual], in fp32 and rounded once
 """
 
 from collections.abc import Sequence
@@ -19,12 +17,12 @@ from .problem import on_device
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
 BLOCK_K = 64
 HALF_TYPES = (torch.float16, torch.bfloat16)
-TILES = ((256, 128), (128, 128))
+TILES = ((128, 128), (64, 256), (64, 128))
 # Of a Hopper multiprocessor, without barriers and small tables.
 _SHARED_BYTES = shared_memory_limit((9, 0)) - 1024
-# Finisher warps -> registers of a thread at the start, of a finisher: 65,536 in all; the compiler
-# moves them from the producer to the consumers.
-_REGISTERS = {4: (128, 136), 8: (96, 96)}
+# Of a thread at the start, and of one that multiplies: two warp groups of them and the warp group
+# of the producer have 65,536 in all.
+REGISTERS, CONSUMER_REGISTERS = 168, 240
 
 
 class HopperLinearConfig(NamedTuple):
@@ -36,37 +34,20 @@ class HopperLinearConfig(NamedTuple):
     group_m: int = 8  # tile rows that are computed together
 
 
-def apart(config: HopperLinearConfig, finishing: bool) -> bool:
-    """Whether finished tiles have a buffer of their own; large tiles leave no memory for one.
-
-    Args:
-        finishing: there is an activation or a residual.
-    """
-    return finishing and config.block_m == 128
-
-
-def shared_bytes(config: HopperLinearConfig, finishing: bool) -> int:
-    """Shared memory of a program: the ring, one or two finished tiles and two biases."""
+def shared_bytes(config: HopperLinearConfig) -> int:
+    """Shared memory of a program: the ring, and a finished tile and a bias of each consumer."""
     block_m, block_n, stages, _ = config
     ring = stages * (block_m + block_n) * BLOCK_K * 2
-    tiles = 2 if apart(config, finishing) else 1
-    return ring + tiles * block_m * block_n * 2 + 2 * block_n * 2
+    return ring + 2 * block_m * block_n * 2 + 2 * block_n * 2
 
 
-def config_refusal(config: HopperLinearConfig, k: int, finishing: bool) -> str | None:
-    """Why a config cannot be launched, None where it can.
-
-    Args:
-        k: columns of x. finishing: there is an activation or a residual.
-    """
+def config_refusal(config: HopperLinearConfig) -> str | None:
+    """Why a config cannot be launched, None where it can."""
     if (config.block_m, config.block_n) not in TILES or config.group_m < 1 or config.stages < 2:
         return f"no such tile: {tuple(config)}"
-    needed = shared_bytes(config, finishing)
+    needed = shared_bytes(config)
     if needed > _SHARED_BYTES:
         return f"{needed} bytes of shared memory, there are {_SHARED_BYTES}"
-    if -(-k // BLOCK_K) < config.stages:
-        # the bias of a tile is overwritten two tiles on, when the ring has gone round once
-        return f"{config.stages} stages for {k} columns of x"
     return None
 
 
@@ -96,8 +77,8 @@ def hopper_linear_refusal(
         return f"it takes fp16 and bf16, not {dtype}"
     if activation not in ACTIVATIONS:
         return f"it has no activation {activation!r}"
-    if n % 8 or k % 8 or n < 64 or k < 2 * BLOCK_K:
-        return f"it takes weights of 64 x 128 and more in steps of 8, not {n} x {k}"
+    if n % 8 or k % 8 or n < 64 or k < BLOCK_K:
+        return f"it takes weights of 64 x 64 and more in steps of 8, not {n} x {k}"
     return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
 
 
@@ -114,7 +95,7 @@ def hopper_linear_forward(
     Args:
         x: [..., K], fp16 or bf16; copied if its strides or address do not suit TMA (16 bytes).
         weight: [N, K], unit stride along K or along N.
-        bias: [N] or None. residual: [..., N] with as many rows as x, or None.
+        bias: [N] or None. residual: [..., N] with as many rows as x, or None; copied as x is.
         activation: one of :data:`ACTIVATIONS`.
         config: a :class:`HopperLinearConfig`.
     Returns:
@@ -128,10 +109,12 @@ def hopper_linear_forward(
         raise ValueError(f"Hopper linear kernel: it runs on a GPU, not on {x.device}")
     capability = torch.cuda.get_device_capability(x.device)
     refusal = hopper_linear_refusal(n, k, x.dtype, capability, activation)
-    finishing = activation != "" or residual is not None
-    refusal = refusal or config_refusal(chosen, k, finishing)
-    if refusal is None and (x.shape[-1] != k or weight.dtype != x.dtype):
-        refusal = f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}"
+    refusal = refusal or config_refusal(chosen)
+    if refusal is None and x.shape[-1] != k:
+        refusal = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+    dtypes = {t.dtype for t in (x, weight, bias, residual) if t is not None}
+    if refusal is None and len(dtypes) > 1:
+        refusal = f"operands of several dtypes: {sorted(map(str, dtypes))}"
     if refusal is None and 1 not in weight.stride():
         refusal = f"a weight with strides {weight.stride()}"
     if refusal is not None:
@@ -141,9 +124,7 @@ def hopper_linear_forward(
     if out.numel() == 0:
         return out
     flat = _for_tma(x.reshape(rows, k))
-    added = None if residual is None else residual.reshape(rows, n)
-    if added is not None and added.stride(1) != 1:
-        added = added.contiguous()
+    added = None if residual is None else _for_tma(residual.reshape(rows, n))
     weight_kn = weight.stride(1) != 1
     held = _for_tma(weight.t() if weight_kn else weight)
     with on_device(x):
@@ -169,37 +150,33 @@ def _launch(
     block_m, block_n, stages, group_m = config
     tiles, vector = _layouts()
     weight_block = [BLOCK_K, block_n] if weight_kn else [block_n, BLOCK_K]
+    half = [block_m, block_n // 2]  # a tile is finished by halves
     biases = out[0] if bias is None else bias.contiguous()
     if biases.data_ptr() % 16:  # TMA cannot address it
         biases = biases.clone()
+    added = out if residual is None else residual
     operands = [
         TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, BLOCK_K], tiles),
         TensorDescriptor(weight, list(weight.shape), list(weight.stride()), weight_block, tiles),
-        TensorDescriptor(biases, [1, n], [n, 1], [1, block_n], vector),
-        TensorDescriptor(out, [rows, n], [n, 1], [block_m, block_n], tiles),
+        TensorDescriptor(biases, [1, n], [n, 1], [1, half[1]], vector),
+        TensorDescriptor(added, [rows, n], list(added.stride()), half, tiles),
+        TensorDescriptor(out, [rows, n], [n, 1], half, tiles),
     ]
     tiles_m, tiles_n = -(-rows // block_m), -(-n // block_n)
-    finished_apart = apart(config, activation != "" or residual is not None)
-    finishers = 8 if finished_apart else 4
-    registers, finisher_registers = _REGISTERS[finishers]
     workers = torch.cuda.get_device_properties(x.device).multi_processor_count
     hopper_linear_kernel[(min(workers, tiles_m * tiles_n),)](
-        *operands, out if residual is None else residual, rows, n,
-        n if residual is None else residual.stride(0), tiles_m, tiles_n, -(-k // BLOCK_K),
+        *operands, tiles_m, tiles_n, group_m, -(-k // BLOCK_K),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=BLOCK_K,
         STAGES=stages,
-        GROUP_M=group_m,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         WEIGHT_KN=weight_kn,
-        APART=finished_apart,
-        FINISHERS=finishers,
-        REGISTERS=finisher_registers,
-        num_warps=8,
-        maxnreg=registers,
+        REGISTERS=CONSUMER_REGISTERS,
+        num_warps=4,
+        maxnreg=REGISTERS,
     )  # fmt: skip
 
 

@@ -9,8 +9,11 @@ from typing import Any
 import tilelang.language as T
 
 _LOG2E = 1.4426950408889634
-# tail of the normal distribution, lowest power first: see stof_compile/short_gelu.py
-_Q = (-2.8271257, 1.4674070, 0.37257878, 0.67364152, -1.0130376, 0.32653764)
+# log2 of the tail of the normal distribution, lowest power first: see stof_compile/short_gelu.py
+_Q = (
+    -1.0, -1.1512574, -0.45824954, -0.054387882, 8.8414437e-3,
+    -1.0607141e-3, 8.8966007e-5, -4.8776738e-6, 1.5587791e-7, -2.1911338e-9,
+)  # fmt: skip
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
 
 
@@ -42,10 +45,8 @@ def _sigmoid(x: Any) -> Any:
 
 def _short_gelu(x: Any) -> Any:
     a = T.abs(x)
-    root = T.rsqrt(a * (math.sqrt(0.5) / 2) + 1.0)
-    t = root * root
-    q = t * _Q[-1] + _Q[-2]
+    q = a * _Q[-1] + _Q[-2]
     for coefficient in _Q[-3::-1]:
-        q = q * t + coefficient
-    tail = t * T.exp2(q - a * a * (_LOG2E / 2))
+        q = q * a + coefficient
+    tail = T.exp2(q)
     return x * T.Select(x >= 0.0, 1.0 - tail, tail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil, prod
+from math import prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
@@ -21,14 +21,21 @@ from stof_compile.fusion.recipe import Recipe
 
 MIN_ROWS = 512  # with fewer, most multiprocessors have no tile
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
-BLOCK_N, BLOCK_K = 128, 64
+BLOCK_K = 64
+DIMS: dict[str, tuple[Value, ...]] = {
+    "block_m": (64, 128),
+    "block_n": (128, 256),
+    "stages": (3, 4, 5, 6),
+    "group_m": (4, 8, 16),
+}
+LARGEST_TILE = 128 * 128  # the sums of a warp group
 RESERVED_BYTES = 1024  # of shared memory: barriers and small tables
 
 
 class HopperLinear(Template):
     """``activation(x @ weight.T + bias) [+ residual]`` as ``stof::hopper_linear``.
 
-    One persistent program a multiprocessor; what follows the product overlaps the next tile.
+    One persistent program a multiprocessor; what follows a product overlaps the next one.
     """
 
     name = "hopper_linear"
@@ -52,33 +59,29 @@ class HopperLinear(Template):
         if rows < MIN_ROWS:
             return f"{rows} rows leave most of the GPU idle"
         n, k = product.n, product.k
-        if n % 8 or k % 8 or n < 64 or k < 2 * BLOCK_K:
-            return f"it takes weights of 64 x 128 and more in steps of 8, not {n} x {k}"
+        if n % 8 or k % 8 or n < 64 or k < BLOCK_K:
+            return f"it takes weights of 64 x 64 and more in steps of 8, not {n} x {k}"
         return None
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
-        """Both tiles, with every depth of the ring that fits."""
-        product, end = accepted(read_layer(recipe))
-        finishing = end.activation != "" or end.residual is not None
+        """All tiles, with every depth of the ring that fits."""
 
         def refusal(config: Mapping[str, Value]) -> str | None:
-            block_m, stages = int(config["block_m"]), int(config["stages"])
-            tiles = 2 if finishing and block_m == 128 else 1  # as kernels/hopper_linear.py
-            needed = stages * (block_m + BLOCK_N) * BLOCK_K * 2  # the ring
-            needed += tiles * block_m * BLOCK_N * 2 + 4 * BLOCK_N + RESERVED_BYTES
+            block_m, block_n, stages = (int(config[d]) for d in ("block_m", "block_n", "stages"))
+            if block_m * block_n > LARGEST_TILE:
+                return f"a tile of {block_m} x {block_n} does not fit the registers"
+            needed = stages * (block_m + block_n) * BLOCK_K * 2  # the ring
+            needed += 4 * block_m * block_n + 4 * block_n + RESERVED_BYTES
             if needed > device.shared_memory_bytes:
                 held = device.shared_memory_bytes
                 return f"{needed} bytes of shared memory, the device has {held}"
-            return "more stages than steps" if ceil(product.k / BLOCK_K) < stages else None
+            return None
 
-        return ConfigSpace(
-            {"block_m": (128, 256), "stages": (2, 3, 4, 5, 6), "group_m": (4, 8, 16)}, refusal
-        )
+        return ConfigSpace(DIMS, refusal)
 
     def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
-        """The small tile with a deep ring."""
-        product, _ = accepted(read_layer(recipe))
-        return {"block_m": 128, "stages": min(5, ceil(product.k / BLOCK_K)), "group_m": 8}
+        """The square tile with a deep ring."""
+        return {"block_m": 128, "block_n": 128, "stages": 5, "group_m": 8}
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
@@ -92,7 +95,7 @@ class HopperLinear(Template):
                 slot(end.bias),
                 slot(end.residual),
                 end.activation,
-                [int(config["block_m"]), BLOCK_N, int(config["stages"]), int(config["group_m"])],
+                [int(config[dim]) for dim in DIMS],
             ),
             recipe.result.shape,
         )
