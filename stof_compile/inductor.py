@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from stof_compile.kernel_effects import remembered_kernel_effects
+from stof_compile.kernel_facts import remembered_kernel_facts
 from stof_compile.options import StofOptions
 
 
@@ -36,6 +36,6 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = config_patches(options) or None
-    with remembered_kernel_effects():
+    with remembered_kernel_facts():
         compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,16 +38,20 @@ class Verdict:
     """The fastest form of a graph.
 
     Args:
-        winner: name of the form. times_us: form -> microseconds of one call.
+        winner: name of the form. times_us: form -> microseconds of one call; empty where there was
+            no time to compare.
         source: ``measured`` | ``store``.
+        unfinished_s: the budget, where it ended before all forms were timed; else 0.
     """
 
     winner: str
     times_us: dict[str, float]
     source: str = "measured"
+    unfinished_s: float = 0.0
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {us:.1f} us" for name, us in self.times_us.items())
+        times = times or "not compared, the time budget was spent"
         return f"whole graph: {times}; kept: {self.winner} ({self.source})"
 
 
@@ -56,7 +60,8 @@ class FastestForm:
     """What :func:`fastest_form` found.
 
     Args:
-        verdict: the times and the winner; None when no two forms could be timed: the first is kept.
+        verdict: the times and the winner; None when the forms could not be timed and the first is
+            kept.
         compiled: the form that is kept as it was timed, where that is just what the options ask
             for; else None.
     """
@@ -86,24 +91,35 @@ def fastest_form(
             user waits for anyway, takes nothing from it.
     """
     key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
-    held = None if store is None else store.get(STORE_KIND, key)
-    if held is not None and held.get("winner") in forms:
-        try:
-            return FastestForm(replace(Verdict(**held), source="store"))
-        except TypeError as error:
-            logger.warning("a stored verdict cannot be read (%r) and is taken anew", error)
+    held = _held(store, key, forms)
+    if held is not None and not opts.tune_budget_s > held.unfinished_s > 0:
+        return FastestForm(held)
     compiled: dict[str, Callable[..., Any]] = {}
     verdict = None
     try:
-        _compile(forms, inputs, opts, budget, compiled)
+        complete = _compile(forms, inputs, opts, budget, compiled)
         verdict = _timed(compiled, inputs, device) if len(compiled) > 1 else None
+        if not complete:
+            verdict = verdict or Verdict(next(iter(forms)), {})
+            verdict = replace(verdict, unfinished_s=opts.tune_budget_s)
     except KeyboardInterrupt:
         logger.warning("interrupted: the forms of the graph are not compared")
         budget.stop()
-    if verdict is not None and store is not None and len(compiled) == len(forms):
+    if verdict is not None and store is not None:
         store.put(STORE_KIND, key, asdict(verdict))
     kept = next(iter(forms)) if verdict is None else verdict.winner
     return FastestForm(verdict, None if uses_cuda_graphs(opts) else compiled.get(kept))
+
+
+def _held(store: Store | None, key: str, forms: Collection[str]) -> Verdict | None:
+    value = None if store is None else store.get(STORE_KIND, key)
+    if value is None or value.get("winner") not in forms:
+        return None
+    try:
+        return replace(Verdict(**value), source="store")
+    except TypeError as error:
+        logger.warning("a stored verdict cannot be read (%r) and is taken anew", error)
+        return None
 
 
 def _compile(
@@ -112,8 +128,8 @@ def _compile(
     opts: StofOptions,
     budget: Budget,
     compiled: dict[str, Callable[..., Any]],
-) -> None:
-    """Compile the forms while there is time, into ``compiled``."""
+) -> bool:
+    """Compile the forms while there is time, into ``compiled``; whether none was left out."""
     # else just as in the end, so that Inductor's caches know what was compiled for timing
     without_graphs = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
     timed = without_graphs if uses_cuda_graphs(opts) else opts
@@ -121,7 +137,7 @@ def _compile(
     for number, (name, make) in enumerate(forms.items()):
         if number and budget.spent:
             logger.info("%s is not timed: the time budget was spent", name)
-            continue
+            return False
         try:
             compiled[name] = compile_with_inductor(copy_graph(make()), inputs, timed)
         except Exception as failure:  # a form that fails is out; the next one may be the answer
@@ -130,6 +146,7 @@ def _compile(
             logger.warning("%s could not be compiled for timing: %r", name, failure)
         if not number:
             budget = replace(budget, seconds=left)
+    return True
 
 
 def _timed(

@@ -87,17 +87,27 @@ def test_the_first_form_takes_nothing_from_the_budget(bench):
 def test_without_time_the_first_form_is_kept_as_compiled(bench, tmp_path):
     found = decide(bench, seconds=0.0, store=Store(tmp_path, "here"))
     assert bench.events == ["fused"]
-    assert found.verdict is None and found.compiled(0) == "fused"
+    assert found.verdict.winner == "fused" and found.compiled(0) == "fused"
+    assert "the time budget was spent" in str(found.verdict)
 
 
-def test_a_complete_verdict_is_stored_and_an_incomplete_one_is_not(bench, tmp_path):
+@pytest.mark.parametrize("seconds", [0.0, 5.0, 60.0])
+def test_a_stored_verdict_is_taken_again(bench, tmp_path, seconds):
     store = Store(tmp_path, "here")
-    decide(bench, seconds=5.0, store=store)
+    first = decide(bench, seconds=seconds, store=store, tune_budget_s=seconds)
     bench.events.clear()
-    assert decide(bench, store=store).verdict.source == "measured"
+    held = decide(bench, store=store, seconds=seconds, tune_budget_s=seconds)
+    assert held.verdict.source == "store" and held.verdict.winner == first.verdict.winner
+    assert held.compiled is None and bench.events == []
+
+
+def test_an_unfinished_verdict_is_taken_anew_when_there_is_more_time(bench, tmp_path):
+    store = Store(tmp_path, "here")
+    decide(bench, seconds=5.0, store=store, tune_budget_s=5)
     bench.events.clear()
-    held = decide(bench, store=store)
-    assert held.verdict.source == "store" and held.compiled is None and bench.events == []
+    again = decide(bench, store=store, tune_budget_s=60)
+    assert again.verdict.source == "measured" and len(bench.events) == 3
+    assert decide(bench, store=store, tune_budget_s=600).verdict.source == "store"
 
 
 def test_a_form_that_fails_is_out(bench):

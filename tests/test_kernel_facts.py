@@ -1,4 +1,4 @@
-"""torch's question what our kernels write is answered once a kernel."""
+"""torch's questions about our kernels are answered once a kernel."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
-from stof_compile import kernel_effects
-from stof_compile.kernel_effects import ASKED, remembered_kernel_effects
+from stof_compile import kernel_facts
+from stof_compile.kernel_facts import EFFECTS, SOURCE, remembered_kernel_facts
 
 
 def kernel(module):
@@ -21,7 +21,7 @@ def kernel(module):
 @pytest.fixture
 def asked(monkeypatch):
     """Replace torch's function; returns (its name, the list of what was asked)."""
-    (name,) = (name for name in ASKED if hasattr(triton_kernel_wrap, name))
+    (name,) = (name for name in EFFECTS if hasattr(triton_kernel_wrap, name))
     questions = []
 
     def identify(kernel, kwargs, descriptors):
@@ -29,7 +29,7 @@ def asked(monkeypatch):
         return [key for key in kwargs if key.startswith("out")]
 
     monkeypatch.setattr(triton_kernel_wrap, name, identify)
-    monkeypatch.setattr(kernel_effects, "_known", {})
+    monkeypatch.setattr(kernel_facts, "_known", {})
     return lambda *a: getattr(triton_kernel_wrap, name)(*a), questions
 
 
@@ -42,7 +42,7 @@ def arguments(dtype=torch.float16, **constants):
 
 def test_a_kernel_of_ours_is_asked_about_once(asked):
     ask, questions = asked
-    with remembered_kernel_effects():
+    with remembered_kernel_facts():
         first = ask(OURS, arguments(), {})
         first.append("changed by the reader")
         assert ask(OURS, arguments(), {}) == ["out"]
@@ -62,7 +62,7 @@ def test_a_kernel_of_ours_is_asked_about_once(asked):
 )
 def test_other_constants_and_kinds_are_other_questions(asked, other):
     ask, questions = asked
-    with remembered_kernel_effects():
+    with remembered_kernel_facts():
         ask(OURS, arguments(), {})
         ask(OURS, other, {})
     assert len(questions) == 2
@@ -71,7 +71,7 @@ def test_other_constants_and_kinds_are_other_questions(asked, other):
 def test_foreign_kernels_and_what_has_no_key_are_left_alone(asked):
     ask, questions = asked
     theirs = kernel("their_package.kernels")
-    with remembered_kernel_effects():
+    with remembered_kernel_facts():
         for given in ((theirs, arguments(), {}), (OURS, arguments(n=object()), {})):
             ask(*given)
             ask(*given)
@@ -82,8 +82,31 @@ def test_foreign_kernels_and_what_has_no_key_are_left_alone(asked):
 
 def test_a_failing_compile_gives_the_function_back(asked):
     ask, questions = asked
-    with pytest.raises(RuntimeError), remembered_kernel_effects():
+    with pytest.raises(RuntimeError), remembered_kernel_facts():
         raise RuntimeError
     ask(OURS, arguments(), {})
     ask(OURS, arguments(), {})
     assert len(questions) == 2
+
+
+def test_the_source_of_a_kernel_is_collected_once(monkeypatch):
+    from torch._inductor.codegen import wrapper
+
+    questions = []
+
+    def collect(kernel, *epilogue):
+        questions.append(kernel)
+        return "source"
+
+    monkeypatch.setattr(wrapper, SOURCE[0], collect)
+    monkeypatch.setattr(kernel_facts, "_known", {})
+    theirs = kernel("their_package.kernels")
+    with remembered_kernel_facts():
+        for _ in range(3):
+            assert getattr(wrapper, SOURCE[0])(OURS) == "source"
+        assert questions == [OURS]
+        getattr(wrapper, SOURCE[0])(OURS, ("node", "other source"))
+        getattr(wrapper, SOURCE[0])(theirs)
+        getattr(wrapper, SOURCE[0])(theirs)
+    assert len(questions) == 4
+    assert getattr(wrapper, SOURCE[0]) is collect

@@ -1,0 +1,88 @@
+"""Facts of our Triton kernels, worked out once a kernel instead of several times a call site.
+
+Functionalisation and Inductor ask torch which arguments a user's kernel writes wherever it is
+called, and torch lowers the kernel to Triton's IR each time it is asked (pytorch/pytorch#193227):
+for twelve layers with four of our kernels each this was much of a cold compile. Torch's caches
+and Inductor's wrapper likewise ask for the source of a kernel and of all that it calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import RLock
+from typing import Any
+
+import torch
+
+KERNELS = "stof_compile.kernels."
+EFFECTS = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13; 2.11
+SOURCE = ("user_defined_triton_kernel_transitive_closure_source_code",)
+
+_known: dict[tuple[Any, ...], Any] = {}
+_lock = RLock()
+
+
+@contextmanager
+def remembered_kernel_facts() -> Iterator[None]:
+    """Answer torch's questions from memory, for our own kernels, while this context is open.
+
+    What a kernel writes depends on its source, its constants and the kinds of its arguments only.
+    Where torch has no such function, nothing is changed.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+    from torch._inductor.codegen import wrapper
+
+    with _lock, ExitStack() as ending:
+        for module, names, key in (
+            (triton_kernel_wrap, EFFECTS, _effects_key),
+            (wrapper, SOURCE, _source_key),
+        ):
+            name = next((name for name in names if hasattr(module, name)), None)
+            if name is not None:
+                asked = getattr(module, name)
+                ending.callback(setattr, module, name, asked)
+                setattr(module, name, _remembering(name, asked, key))
+        yield
+
+
+def _remembering(
+    name: str, asked: Callable[..., Any], key_of: Callable[..., tuple[Any, ...] | None]
+) -> Callable[..., Any]:
+    def answer(*question: Any) -> Any:
+        about = key_of(*question)
+        if about is None:
+            return asked(*question)
+        key = (name, *about)
+        if key not in _known:
+            _known[key] = asked(*question)
+        return copy.copy(_known[key])
+
+    return answer
+
+
+def _is_ours(kernel: Any) -> bool:
+    module = getattr(getattr(kernel, "fn", None), "__module__", None) or ""
+    return bool(module.startswith(KERNELS))
+
+
+def _source_key(kernel: Any, *epilogue: Any) -> tuple[Any, ...] | None:
+    return (kernel.fn,) if _is_ours(kernel) and not any(epilogue) else None
+
+
+def _effects_key(kernel: Any, kwargs: dict[str, Any], *descriptors: Any) -> tuple[Any, ...] | None:
+    """What the answer depends on; None for what is not ours or cannot be told."""
+    if not _is_ours(kernel) or any(descriptors):
+        return None
+    kinds: list[tuple[Any, ...]] = []
+    for name, value in sorted(kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            kinds.append((name, "tensor", value.dtype))
+        elif hasattr(value, "get_dtype"):  # Inductor's own tensors
+            kinds.append((name, "tensor", value.get_dtype()))
+        elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
+            kinds.append((name, type(value).__name__, value))
+        else:
+            return None
+    return (kernel.fn, tuple(kinds))
