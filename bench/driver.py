@@ -47,7 +47,7 @@ def settle(args: argparse.Namespace) -> None:
     if args.smoke:
         args.grid = args.grid or "smoke"
     args.grid = args.grid or "table2"
-    args.model = args.model or ("all" if args.command == "tuning" else "bert-base")
+    args.model = args.model or ("all" if args.command in ("tuning", "accuracy") else "bert-base")
     if args.out is None:
         args.out = (
             Path(tempfile.mkdtemp(prefix="stof-smoke-")) / "rows.csv"
@@ -58,7 +58,7 @@ def settle(args: argparse.Namespace) -> None:
     args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     if args.cell_timeout is None:
-        args.cell_timeout = 540.0 if args.command in ("e2e", "tuning") else 240.0
+        args.cell_timeout = 540.0 if args.command in ("e2e", "tuning", "accuracy") else 240.0
     if args.warm is None:  # elsewhere the seconds of a cold compile are part of the result
         args.warm = 8 if args.device == "cuda" and args.command == "attention" else 0
 
@@ -227,6 +227,10 @@ def pending_units(args: argparse.Namespace) -> list[Unit]:
         from e2e import e2e_units
 
         return [Unit(*u) for u in e2e_units(args)]
+    if args.command == "accuracy":
+        from accuracy import accuracy_units
+
+        return [Unit(*u) for u in accuracy_units(args)]
     if args.command == "tuning":
         from e2e import wanted_shapes
         from tuning import tuning_units
@@ -305,6 +309,10 @@ def summary(path: Path) -> str:
         return sweep_summary(rows)
     if _is_e2e(rows[0]):
         return e2e_summary(rows)
+    if "max_ratio" in rows[0]:
+        from accuracy import accuracy_summary
+
+        return accuracy_summary(rows)
     if "tile_floor_us" in rows[0]:
         text = attention_summary(rows)
         if rows[0]["device"].startswith("NVIDIA"):  # on a CPU both columns are plain calls

@@ -5,6 +5,7 @@
     python bench/run.py e2e --model bert-base [--cells 1x128,8x512,16x2048] [--resume]
     python bench/run.py e2e --model all [--peers flex-ro,stof,compile-max-autotune,stof-fusion]
     python bench/run.py tuning [--models bert-base,gpt2] [--cells 1x128] [--tune-budget 60]
+    python bench/run.py accuracy [--models bert-base,gpt2] [--cells 1x128] [--peers auto,fused]
     python bench/run.py cpu | mask | overhead | ceilings
     python bench/run.py report FILE...           # print the summary of CSV files again
 
@@ -21,7 +22,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-COMMANDS = ("attention", "e2e", "tuning", "cpu", "mask", "overhead", "ceilings", "report")
+COMMANDS = (
+    "attention", "e2e", "tuning", "accuracy", "cpu", "mask", "overhead", "ceilings", "report",
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,14 +37,15 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--grid", help="attention: table2 (default), cpu, long, smoke")
     parsed.add_argument(
         "--cells",
-        help="attention: comma-separated BxS, mask or BxS/mask; e2e, tuning: any BxS; default all",
+        help="attention: comma-separated BxS, mask or BxS/mask; e2e, tuning, accuracy: any "
+        "BxS; default all",
     )
     parsed.add_argument(
         "--peers",
-        help="only these peers, comma-separated; e2e: ways (compile-ro, stof-default, ...) or "
-        "sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion), stof-fusion (no "
-        "sparse attention) and stof-broken-mha (attention as single operators) run only when "
-        "named, the first also in three cells",
+        help="only these peers, comma-separated; accuracy: its settings; e2e: ways (compile-ro, "
+        "stof-default, ...) or sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion), "
+        "stof-fusion (no sparse attention) and stof-broken-mha (attention as single operators) run "
+        "only when named, the first also in three cells",
     )
     parsed.add_argument("--device", help="cuda or cpu; default what is there")
     parsed.add_argument(
@@ -62,15 +66,15 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--model",
         "--models",
-        help="e2e, tuning, overhead: models of stof_compile/zoo.py, comma-separated, or all "
-        "(bert-base, bert-large, gpt2, llama-1b, t5-base, vit-base); default bert-base, for tuning "
-        "all",
+        help="e2e, tuning, accuracy, overhead: models of stof_compile/zoo.py, comma-separated, or "
+        "all (bert-base, bert-large, gpt2, llama-1b, t5-base, vit-base); default bert-base, for "
+        "tuning and accuracy all",
     )
     parsed.add_argument(
         "--tune-budget",
         type=float,
         default=60.0,
-        help="e2e, tuning: tune_budget_s of STOF; default %(default)g",
+        help="e2e, tuning, accuracy: tune_budget_s of STOF; default %(default)g",
     )
     parsed.add_argument(
         "--seed", type=int, default=None, help="seed of the inputs; default drawn and printed"
@@ -88,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "--cell-timeout",
         type=float,
         default=None,
-        help="seconds a cell may take; default 240, for e2e and tuning 540",
+        help="seconds a cell may take; default 240, for e2e, tuning and accuracy 540",
     )
     parsed.add_argument(
         "--budget",

@@ -29,6 +29,11 @@ def work(args: argparse.Namespace) -> int:
 
         if args.warm_worker is None:
             run_tuning(args, device)
+    elif args.command == "accuracy":
+        from accuracy import run_accuracy
+
+        if args.warm_worker is None:
+            run_accuracy(args, device)
     elif args.command == "overhead":
         from overhead import run_step as run_overhead
 

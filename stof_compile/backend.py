@@ -38,10 +38,13 @@ from stof_compile.folded import FoldedBuffers
 from stof_compile.fuse import Fusion, FusionResult
 from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_copy import copy_graph
+from stof_compile.graph_key import graph_key, graph_words
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
-from stof_compile.plan import AttentionPlan, Plan
+from stof_compile.plan import AttentionPlan, Plan, PlanFile
+from stof_compile.plan_fit import refuse_other_plan
+from stof_compile.rank_plan import Choosing, on_all_ranks, shares_choices
 from stof_compile.record_attention import record_near_misses, record_sites
 from stof_compile.record_fusion import record_fusion
 from stof_compile.short_gelu import shorten_gelu
@@ -74,9 +77,10 @@ def stof(
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
     captured = copy_graph(gm)
-    budget = Budget(opts.tune_budget_s)
-    outcome = _improve(gm, facts, opts, budget)
-    outcome, timed = _fastest(outcome, captured, facts, example_inputs, opts, budget)
+    if shares_choices(gm, facts, opts):
+        outcome, timed = _decided_together(captured, facts, example_inputs, opts)
+    else:
+        outcome, timed = _decided_here(gm, captured, facts, example_inputs, opts)
     record, started = outcome.record, time.monotonic()
     try:
         compiled = _finished(outcome, example_inputs, opts, timed)
@@ -91,7 +95,7 @@ def stof(
     record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
         folder = write_dump(record, opts.dump_dir)
-        write_atomic(folder / "plan.json", outcome.plan.to_json())
+        write_atomic(folder / "plan.json", PlanFile.of([outcome.plan]).to_json())
     folded = FoldedBuffers(facts.inputs, outcome.folded, example_inputs)
     return with_variants(compiled, partial(_compile_again, captured, facts), opts, record, folded)
 
@@ -115,18 +119,68 @@ class Outcome:
     fusion: FusionResult | None = None
 
 
+Decided = tuple[Outcome, Callable[..., Any] | None]
+"""A form of the graph, and what Inductor made of it where it was compiled as the options ask."""
+
+
+def _decided_here(
+    gm: torch.fx.GraphModule,
+    captured: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    inputs: Sequence[Any],
+    opts: StofOptions,
+) -> Decided:
+    budget = Budget(opts.tune_budget_s)
+    outcome = _improve(gm, facts, opts, budget)
+    return _fastest(outcome, captured, facts, inputs, opts, budget)
+
+
+def _decided_together(
+    captured: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    inputs: Sequence[Any],
+    opts: StofOptions,
+) -> Decided:
+    """One rank decides about the whole graph, the others follow its plan."""
+
+    def again() -> tuple[torch.fx.GraphModule, CaptureFacts]:
+        gm = copy_graph(captured)
+        return gm, facts_at_call(gm, inputs, facts, constant=True)
+
+    def decide() -> Decided:
+        gm, here = again()
+        return _decided_here(gm, captured, here, inputs, opts)
+
+    def follow(plan: Plan) -> Decided:
+        gm, here = again()
+        return _improve(gm, here, opts, given=PlanFile.of([plan])), None
+
+    def otherwise() -> Decided:  # nothing that asks another rank once more
+        gm, here = again()
+        alone = replace(opts, fusion="off", tune_budget_s=0.0)
+        return _improve(gm, here, alone), None
+
+    ways = Choosing(decide, lambda decided: decided[0].plan, follow, otherwise)
+    decided, remark = on_all_ranks(captured, facts, opts, ways)
+    if remark:
+        decided[0].record.notes.append(remark)
+    return decided
+
+
 def _improve(
     gm: torch.fx.GraphModule,
     facts: CaptureFacts,
     opts: StofOptions,
     budget: Budget | None = None,
     choices: Mapping[str, AttentionPlan] | None = None,
+    given: PlanFile | None = None,
 ) -> Outcome:
     """Run STOF's own passes; when one fails the original graph is compiled.
 
     Args:
         budget: seconds left for measurements; None = all that the options give.
         choices: attention problem -> what was chosen for it in this compile.
+        given: a plan to follow in place of that of the options.
     Raises:
         StofMaskError: one failed and the options have a mask, which would be lost.
     """
@@ -135,9 +189,18 @@ def _improve(
     device = device_facts(facts.device)
     record = Record(device=device.to_json(), options=opts.to_json())
     record.graphs["captured"] = graph_text(gm)
-    outcome = Outcome(record, Plan(environment_key(device)), original)
+    made = Plan(
+        environment_key(device),
+        graph=graph_key(gm, grad_enabled=facts.grad_enabled),
+        about=graph_words(
+            gm, (fact.example for fact in facts.inputs.values() if fact.kind == "user")
+        ),
+    )
+    outcome = Outcome(record, made, original)
     try:
-        outcome = _rewrite(gm, facts, opts, record, budget, choices or {})
+        if given is None and opts.plan is not None:
+            given = PlanFile.load(opts.plan, made.environment)
+        outcome = _rewrite(gm, facts, opts, outcome, budget, choices or {}, given)
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
@@ -153,10 +216,12 @@ def _rewrite(
     gm: torch.fx.GraphModule,
     facts: CaptureFacts,
     opts: StofOptions,
-    record: Record,
+    before: Outcome,
     budget: Budget,
     choices: Mapping[str, AttentionPlan],
+    given: PlanFile | None,
 ) -> Outcome:
+    record, made = before.record, before.plan
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
     sites, near_misses = match_attention(gm, facts)
@@ -170,15 +235,15 @@ def _rewrite(
     refuse_lost_mask(resolved, places, opts, record)
     mask_near_misses(gm, near_misses, resolved.by_site)
     record_near_misses(near_misses, opts, record)
-    environment = environment_key(device_facts(facts.device))
-    store = Store(opts.cache_dir or default_root(), environment)
-    plan = None if opts.plan is None else Plan.load(opts.plan, environment)
+    store = Store(opts.cache_dir or default_root(), made.environment)
+    plan = None if given is None else given.for_graph(made.graph)
     identity = hashlib.sha256(record.graphs["captured"].encode()).hexdigest()
     ctx = LoweringContext(facts, opts, store, budget, plan, dict(choices))
     fusion = None
+    wanted = opts.fusion != "off" and (plan is None or plan.fusion)
     with ExitStack() as ending:
         operators = None
-        if opts.fusion != "off":
+        if wanted:
             operators = Fusion(gm, facts, opts, store, budget, plan, identity)
             ending.enter_context(operators)
             operators.compile_ahead()
@@ -190,12 +255,15 @@ def _rewrite(
         if operators is not None:
             fusion = operators.run()
             record_fusion(fusion, record)
-    if opts.fusion != "off" and not facts.grad_enabled:
+            if given is not None and plan is not None:
+                where = opts.plan or "of another rank"
+                refuse_other_plan(given, plan, ctx.choices, fusion, made.about, where)
+    if wanted and not facts.grad_enabled:
         shortened = shorten_gelu(gm)
         if shortened:
             record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
     folded = facts.static.folded.union(*(report.folded for report in reports))
-    made = Plan(environment, dict(ctx.choices))
+    made = replace(made, attention=dict(ctx.choices), fusion=wanted)
     if fusion is not None:
         made = replace(made, chains=fusion.chains, packs=fusion.packs)
     return Outcome(record, made, gm, frozenset(folded), fusion)

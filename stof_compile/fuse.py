@@ -18,7 +18,7 @@ from stof_compile.between import switches_gradients_on
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
 from stof_compile.device import device_facts
-from stof_compile.errors import StofOptionError, StofPlanError
+from stof_compile.errors import StofOptionError
 from stof_compile.fold_transpose import fold_transposes
 from stof_compile.fusion.chain import OpChain, find_chains
 from stof_compile.fusion.legality import segment_refusal
@@ -62,6 +62,8 @@ class FusionResult:
         packed: keeps packed weights equal to the originals; None where nothing is packed.
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
+        unplanned: chains in words that a template takes a part of and that a plan made for other
+            graphs does not have.
         seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
             compiling_s: of these, spent waiting for the processes that compile.
     """
@@ -73,6 +75,7 @@ class FusionResult:
     packed: PackedWeights | None = None
     trials: int = 0
     refusal: str = ""
+    unplanned: list[str] = field(default_factory=list)
     seconds: float = 0.0
     measuring_s: float = 0.0
     compiling_s: float = 0.0
@@ -94,12 +97,19 @@ def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
         return "sizes are symbolic, and templates need fixed ones"
     if facts.fake_inputs:
         return "the inputs are fake (distributed training)"
+    if _spread_inputs(facts):  # timing an operator of theirs would talk to ranks that do not listen
+        return "some inputs are spread over ranks (DTensor)"
     device = facts.device.type
     if torch.is_autocast_enabled(device) or any(
         raw_name(node) == "_enter_autocast" for node in gm.graph.nodes
     ):
         return "autocast chooses dtypes inside the graph"
     return ""
+
+
+def _spread_inputs(facts: CaptureFacts) -> bool:
+    kinds = (type(facts.inputs[name].example) for name in facts.subclass_inputs)
+    return any(kind.__module__.startswith("torch.distributed") for kind in kinds)
 
 
 class Fusion:
@@ -175,7 +185,7 @@ class Fusion:
         """Fuse the operators.
 
         Raises:
-            StofPlanError: the user's plan does not fit the graph.
+            StofPlanError: the user's plan has a chain that cannot be run so here.
             StofOptionError: ``fusion`` is a scheme code that fits no chain.
         """
         started = time.monotonic()
@@ -194,8 +204,6 @@ class Fusion:
             self._store.put(TUNED_KIND, self._identity, {"trials": result.trials})
         result.seconds = time.monotonic() - started
         result.measuring_s, result.compiling_s = bench.measuring_s, bench.compiling_s
-        if self._plan is not None:
-            _refuse_other_plan(self._plan, result)
         if ctx.forced and not any(p.source == "forced" for p in result.chains.values()):
             raise StofOptionError(
                 f"option 'fusion': no chain of this graph has a legal scheme {ctx.forced!r}; the "
@@ -240,6 +248,8 @@ class Fusion:
             del weights[tuner.key]
             if chosen is not None:
                 result.chains[tuner.key] = replace(chosen, count=len(alike[tuner.key]))
+            elif self._plan is not None and not self._plan.graph and tuner.can_be_improved:
+                result.unplanned.append(tuner.name)
         ctx.use(whole)
         calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
         for key, chosen in result.chains.items():
@@ -290,15 +300,3 @@ def _weight(places: Sequence[OpChain]) -> float:
                 size *= extent if isinstance(extent, int) else 1
             total += size * (4 if op.kind.compute_intensive else 1)
     return total * len(places)
-
-
-def _refuse_other_plan(plan: Plan, result: FusionResult) -> None:
-    unused = [chain for key, chain in plan.chains.items() if key not in result.chains]
-    packs = [pack for key, pack in plan.packs.items() if key not in result.packs]
-    if unused or packs:
-        missing = [f"{' '.join(chain.kinds)} ({chain.count} times)" for chain in unused]
-        missing += [f"projections of {pack.sizes} rows" for pack in packs]
-        raise StofPlanError(
-            "the plan was made for another graph: not found here are the chains "
-            f"{'; '.join(missing)}; tune this model, or give the plan of its own dump"
-        )

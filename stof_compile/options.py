@@ -80,7 +80,10 @@ class StofOptions:
         default=False, metadata=_about("raise where STOF would leave a part to PyTorch")
     )
     plan: Path | None = field(
-        default=None, metadata=_about("a plan file to follow in place of measuring")
+        default=None,
+        metadata=_about(
+            "a plan file to follow in place of measuring; it holds the graphs of a whole model"
+        ),
     )
     inductor: Mapping[str, Any] = field(
         default_factory=dict, metadata=_about("settings of torch._inductor.config, handed on")

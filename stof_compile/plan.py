@@ -1,4 +1,4 @@
-"""Plan: what was decided for a graph, serialisable.
+"""Plan: what was decided for a graph, serialisable; plans of several graphs are one file.
 
 A plan is the only thing selection and search return. It holds no tensor and no callable, so it can
 be written to disk, compared, and replayed on another machine of the same kind.
@@ -7,13 +7,14 @@ be written to disk, compared, and replayed on another machine of the same kind.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stof_compile.errors import StofPlanError
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -183,27 +184,96 @@ class Plan:
         attention: problem key -> choice.
         chains: chain key -> scheme and templates, of chains with a template at least.
         packs: pack key -> decision.
+        graph: key of the captured graph (``graph_key``), empty where it is for no graph alone.
+        about: that graph in words.
+        fusion: whether its operators were looked at; False leaves all of them to Inductor.
     """
 
     environment: str
     attention: dict[str, AttentionPlan] = field(default_factory=dict)
     chains: dict[str, ChainPlan] = field(default_factory=dict)
     packs: dict[str, PackPlan] = field(default_factory=dict)
+    graph: str = ""
+    about: str = ""
+    fusion: bool = True
 
-    def to_json(self) -> str:
-        """Return the plan as indented JSON."""
-        body = {
-            "version": PLAN_VERSION,
+    def joined(self, other: Plan) -> Plan:
+        """The choices of both, this one's where both have one; graph and words of this one."""
+        return replace(
+            self,
+            fusion=self.fusion or other.fusion,
+            attention={**other.attention, **self.attention},
+            chains={**other.chains, **self.chains},
+            packs={**other.packs, **self.packs},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "graph": self.graph,
+            "about": self.about,
             "environment": self.environment,
+            "fusion": self.fusion,
             "attention": {key: plan.to_dict() for key, plan in sorted(self.attention.items())},
             "chains": {key: plan.to_dict() for key, plan in sorted(self.chains.items())},
             "packs": {key: plan.to_dict() for key, plan in sorted(self.packs.items())},
         }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Plan:
+        """Rebuild a plan from its JSON form."""
+        return Plan(
+            environment=str(data["environment"]),
+            attention={k: AttentionPlan.from_dict(v) for k, v in data["attention"].items()},
+            chains={k: ChainPlan.from_dict(v) for k, v in data["chains"].items()},
+            packs={k: PackPlan.from_dict(v) for k, v in data["packs"].items()},
+            graph=str(data["graph"]),
+            about=str(data["about"]),
+            fusion=bool(data["fusion"]),
+        )
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """Plans of the graphs of a model, as they stand in one file.
+
+    Args:
+        plans: one for each graph and environment.
+    """
+
+    plans: tuple[Plan, ...] = ()
+
+    @staticmethod
+    def of(plans: Iterable[Plan]) -> PlanFile:
+        """A file of some plans; those of equal graphs are joined, the first one's choices first."""
+        found: dict[tuple[str, str], Plan] = {}
+        for plan in plans:
+            place = plan.graph, plan.environment
+            found[place] = found[place].joined(plan) if place in found else plan
+        return PlanFile(tuple(found.values()))
+
+    def for_graph(self, key: str) -> Plan:
+        """The plan of a graph; where there is none, the choices of all graphs together.
+
+        A graph that is no longer the same (a head was added, a line moved into another function)
+        may still have their chains. ``graph`` of the result is empty then.
+        """
+        for plan in self.plans:
+            if plan.graph == key:
+                return plan
+        together = Plan("")
+        for plan in self.plans:
+            together = together.joined(plan)
+        return together
+
+    def to_json(self) -> str:
+        """Return the file as indented JSON."""
+        body = {"version": PLAN_VERSION, "graphs": [plan.to_dict() for plan in self.plans]}
         return json.dumps(body, indent=1)
 
     @staticmethod
-    def from_json(text: str, where: str = "plan") -> Plan:
-        """Read a plan.
+    def from_json(text: str, where: str = "plan") -> PlanFile:
+        """Read a plan file.
 
         Raises:
             StofPlanError: the text is no plan, or of another version.
@@ -215,34 +285,31 @@ class Plan:
                     f"{where}: plan version {body['version']}, this STOF reads version "
                     f"{PLAN_VERSION}; tune again to write a new plan"
                 )
-            return Plan(
-                environment=str(body["environment"]),
-                attention={k: AttentionPlan.from_dict(v) for k, v in body["attention"].items()},
-                chains={k: ChainPlan.from_dict(v) for k, v in body["chains"].items()},
-                packs={k: PackPlan.from_dict(v) for k, v in body["packs"].items()},
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            return PlanFile.of(Plan.from_dict(plan) for plan in body["graphs"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StofPlanError(
                 f"{where}: not a STOF plan ({error!r}); write one with dump_dir or tune again"
             ) from error
 
     @staticmethod
-    def load(path: Path, environment: str) -> Plan:
-        """Read a plan file and check that it was made for this environment.
+    def load(path: Path, environment: str) -> PlanFile:
+        """Read the plans of a file that were made for this environment.
 
         Raises:
-            StofPlanError: unreadable, malformed, or made for another device or other versions.
+            StofPlanError: unreadable, malformed, or made for another device or other versions only.
         """
         try:
-            text = path.read_text()
-        except OSError as error:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise StofPlanError(
                 f"plan {path}: cannot be read ({error}); check the path of options={{'plan': ...}}"
             ) from error
-        plan = Plan.from_json(text, where=f"plan {path}")
-        if plan.environment != environment:
+        plans = PlanFile.from_json(text, where=f"plan {path}").plans
+        here = tuple(plan for plan in plans if plan.environment == environment)
+        if not here:
+            made = " and ".join(sorted({repr(plan.environment) for plan in plans})) or "no graph"
             raise StofPlanError(
-                f"plan {path} was made for {plan.environment!r}, here is {environment!r}; a plan "
+                f"plan {path} was made for {made}, here is {environment!r}; a plan "
                 "holds only for the same device and versions: tune again"
             )
-        return plan
+        return PlanFile(here)

@@ -22,6 +22,7 @@ from torch import nn
 from stof_compile.dump import Record, versions
 from stof_compile.errors import StofOptionError
 from stof_compile.explanation import Explanation, explain
+from stof_compile.plan import Plan, PlanFile
 from stof_compile.store import write_atomic
 from stof_compile.tune_print import print_graph, say
 from stof_compile.tune_subject import Subject, TuneSettings, check_settings, make_subject
@@ -38,12 +39,12 @@ class TuneResult:
     """What came out.
 
     Args:
-        explanation: of all graphs. plans: a file for each graph.
+        explanation: of all graphs. plan: the file with the choices for all of them.
         seconds: of the whole first call: tuning, compiling and one run.
     """
 
     explanation: Explanation
-    plans: tuple[Path, ...]
+    plan: Path
     seconds: float
 
     @property
@@ -80,14 +81,14 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             explanation = explain(fast)
-            plans = save_plans(explanation.graphs, out)
-    result = TuneResult(explanation, plans, seconds)
+            save_plan(explanation.graphs, out)
+    result = TuneResult(explanation, out, seconds)
     _print_result(console, result, settings)
     return result
 
 
-def save_plans(records: Sequence[Record], out: Path) -> tuple[Path, ...]:
-    """Copy the plan of each graph's dump: to ``out``, or numbered where there are several.
+def save_plan(records: Sequence[Record], out: Path) -> None:
+    """Write the plans of all graphs, as their dumps hold them, into one file.
 
     Raises:
         StofOptionError: no graph was compiled, or the file cannot be written.
@@ -96,17 +97,14 @@ def save_plans(records: Sequence[Record], out: Path) -> tuple[Path, ...]:
         raise StofOptionError(
             "the model ran without any graph that could be compiled: there is nothing to tune"
         )
-    stem = re.sub(r"(\.plan)?\.json$", "", out.name)
-    paths = [out]
-    if len(records) > 1:
-        paths = [out.with_name(f"{stem}.{i}.plan.json") for i in range(len(records))]
-    for record, path in zip(records, paths, strict=True):
-        text = (Path(record.folder) / "plan.json").read_text(encoding="utf-8")
-        try:
-            write_atomic(path, text)
-        except OSError as error:
-            raise StofOptionError(f"--out {path} cannot be written: {error}") from error
-    return tuple(paths)
+    plans: list[Plan] = []
+    for record in records:
+        path = Path(record.folder) / "plan.json"
+        plans += PlanFile.from_json(path.read_text(encoding="utf-8"), f"plan {path}").plans
+    try:
+        write_atomic(out, PlanFile.of(plans).to_json())
+    except OSError as error:
+        raise StofOptionError(f"--out {out} cannot be written: {error}") from error
 
 
 def mask_rule(name: str, tokens: int | None) -> MaskSpec | None:
@@ -172,25 +170,18 @@ def _describe(console: Console, settings: TuneSettings, subject: Subject) -> Non
 
 
 def _print_result(console: Console, result: TuneResult, settings: TuneSettings) -> None:
-    graphs, plans = result.explanation.graphs, result.plans
+    graphs = result.explanation.graphs
     for number, record in enumerate(graphs):
         if len(graphs) > 1:
             say(console, f"graph {number}:")
         print_graph(console, record)
     say(console, _spent(result))
-    if len(plans) > 1:
-        say(
-            console,
-            f"the model has {len(plans)} graphs, and there is one plan per graph: "
-            f"{', '.join(map(str, plans))}. A plan fits its own graph only: compile the parts "
-            "apart to give each its plan, or remove the graph breaks (TORCH_LOGS=graph_breaks)",
-        )
-        return
     rule = "" if settings.mask == "none" else ", 'mask': the same mask"
+    several = f" for all {len(graphs)} graphs" if len(graphs) > 1 else ""
     say(
         console,
-        f"plan: {plans[0]}; torch.compile(model, backend='stof', options={{'plan': "
-        f"'{plans[0]}'{rule}}}) follows it without a search",
+        f"plan{several}: {result.plan}; torch.compile(model, backend='stof', options={{'plan': "
+        f"'{result.plan}'{rule}}}) follows it without a search",
     )
 
 

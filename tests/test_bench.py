@@ -32,12 +32,16 @@ def ran(tmp_path_factory):
     common = ["--device", "cpu", "--seed", "1", "--tune-budget", "0", "--caches", str(folder)]
     e2e = ["e2e", *common, "--smoke", "--out", str(folder / "e2e.csv")]
     tuning = ["tuning", *common, "--out", str(folder / "tuning.csv")]
+    accuracy = ["accuracy", *common, "--smoke", "--out", str(folder / "accuracy.csv")]
+    accuracy += ["--peers", "auto,rules"]
     commands = [
         *([*e2e, "--peers", ",".join(peers), "--worker", f"{m}/1x100"] for m, peers in RUN.items()),
         [*e2e, "--resume", "--cells", "1x100", "--model", "t5-base", "--peers", ",".join(WAYS)],
         ["report", str(folder / "e2e.csv")],
         [*tuning, "--worker", "bert-tiny/1x64"],
         [*tuning, "--resume", "--models", "bert-tiny", "--cells", "1x64"],
+        [*accuracy, "--worker", "bert-tiny/1x32"],
+        [*accuracy, "--resume", "--model", "bert-base", "--cells", "1x32"],
         [*e2e, "--model", "bert-bass", "--resume"],
         [*e2e, "--peers", "nothing", "--resume"],
     ]
@@ -79,6 +83,20 @@ def test_cost_of_tuning(ran):
         float(row["warm_s"]) - float(row["plain_warm_s"]), rel=0.01, abs=1e-3
     )
     assert "tuning on cpu: 0 cells to run" in stderr
+
+
+def test_accuracy_beside_that_of_torch_compile(ran):
+    folder, stdout, stderr = ran
+    rows = rows_of(folder / "accuracy.csv")
+    assert [(r["model"], r["cell"], r["setting"]) for r in rows] == [
+        ("bert-tiny", "1x32", "auto"),
+        ("bert-tiny", "1x32", "rules"),
+    ]
+    for row in rows:
+        assert 0 < float(row["mean"]) < float(row["max"]) < 1e-5
+        assert row["ok"] == "1" and float(row["max_ratio"]) <= 2.0
+    assert "accuracy on cpu: 0 cells to run" in stderr
+    assert "2 of 2 within 2x of torch.compile's own distance from fp64" in stdout
 
 
 def test_unknown_names_are_refused(ran):

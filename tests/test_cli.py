@@ -3,7 +3,7 @@
 import pytest
 
 from stof_compile.cli import main
-from stof_compile.plan import Plan
+from stof_compile.plan import PlanFile
 from stof_compile.store import Store, default_root
 
 
@@ -40,7 +40,8 @@ def test_tune_saves_a_plan(capsys, tmp_path, fresh_dynamo, monkeypatch):
     call += ["--device", "cpu", "--budget", "0", "--out", str(out)]
     assert main(call) == 0
     assert "attention: 2x" in capsys.readouterr().out
-    assert Plan.from_json(out.read_text()).attention
+    (plan,) = PlanFile.from_json(out.read_text()).plans
+    assert plan.attention
 
 
 def test_tune_refuses_bad_input(capsys):

@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "node_ops",
             "static_values",
         }  # parts of normalize, capture
-        | {"graph_copy", "progress"}  # parts of backend, fuse
+        | {"graph_copy", "graph_key", "progress"}  # parts of backend, fuse
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
         | {"fold_transpose", "compare", "example_values"}
@@ -32,9 +32,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "templates"}),
     frozenset({"search"}),
     frozenset(
-        {"inductor", "kernel_effects", "dump", "explanation", "report"}
+        {"inductor", "kernel_facts", "dump", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
-        | {"fuse", "record_fusion", "verdict"}
+        | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan"}
     ),
     frozenset(
         {"backend", "cli", "demo", "integrations", "tune", "tune_print", "tune_subject", "zoo"}

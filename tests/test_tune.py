@@ -20,8 +20,9 @@ from stof_compile.dump import Record
 from stof_compile.errors import StofOptionError, StofPlanError
 from stof_compile.fusion.recipe import Recipe, run_recipe
 from stof_compile.measure import Timing
+from stof_compile.plan import PlanFile
 from stof_compile.search import bench
-from stof_compile.tune import fusion_trials, mask_rule, run_tune, save_plans
+from stof_compile.tune import fusion_trials, mask_rule, run_tune, save_plan
 from stof_compile.tune_subject import TuneSettings, make_subject
 from stof_compile.verdict import FastestForm, Verdict
 
@@ -137,11 +138,11 @@ def module(tmp_path):
 def test_a_function_is_tuned_and_its_plan_replayed(measured, console, module, tmp_path):
     result = run_tune(TuneSettings(f"{module}:model", budget_s=20.0), console)
     assert result.trials == len(measured) > 0
-    assert [p.name for p in result.plans] == ["model.plan.json"]
+    assert result.plan.name == "model.plan.json"
     printed = console.file.getvalue()
     for words in ("slow_start", "linear gelu", "2.00x", "measured", f"{result.trials} candidates"):
         assert words in printed
-    plan = json.loads((tmp_path / "model.plan.json").read_text())
+    (plan,) = json.loads((tmp_path / "model.plan.json").read_text())["graphs"]
     assert [c["segments"][0]["template"] for c in plan["chains"].values()] == ["slow_start"]
 
     del measured[:]
@@ -179,21 +180,32 @@ def test_a_plan_of_the_graph_without_fusion(measured, console, module, tmp_path,
 def test_a_model_of_the_zoo_with_a_mask(measured, console, tmp_path):
     settings = TuneSettings("bert-tiny", 2, 32, "causal", budget_s=0.0, dump_dir=tmp_path / "dump")
     result = run_tune(settings, console)
-    assert result.plans[0].name == "bert-tiny-2x32.plan.json"
+    assert result.plan.name == "bert-tiny-2x32.plan.json"
     assert result.trials == 0 and measured == []
     assert len(list((tmp_path / "dump").glob("graph_*/plan.json"))) == 1
     printed = console.file.getvalue()
     assert "attention: 2x" in printed and "'mask': the same mask" in printed
-    plan = json.loads(result.plans[0].read_text())
+    (plan,) = json.loads(result.plan.read_text())["graphs"]
     assert len(plan["attention"]) == 1
     assert [chain["source"] for chain in plan["chains"].values()] == ["rules"]
 
 
-def test_graphs_get_a_plan_each(measured, console, module, tmp_path):
+def test_all_graphs_are_in_one_plan(measured, console, module, tmp_path):
     result = run_tune(TuneSettings(f"{module}:broken", out=tmp_path / "two.json"), console)
-    assert [p.name for p in result.plans] == ["two.0.plan.json", "two.1.plan.json"]
-    assert all(p.is_file() for p in result.plans)
-    assert "one plan per graph" in console.file.getvalue()
+    assert result.plan == tmp_path / "two.json"
+    body = json.loads(result.plan.read_text())
+    (graph,) = body["graphs"]  # both halves of the model are the same graph
+    assert graph["chains"]
+    assert "plan for all 2 graphs" in console.file.getvalue()
+    del measured[:]
+    torch._dynamo.reset()
+    subject = make_subject(TuneSettings(f"{module}:broken"))
+    options = {"plan": str(result.plan), "cache_dir": str(tmp_path / "empty")}
+    fast = torch.compile(subject.model, backend="stof", dynamic=False, options=options)
+    with torch.no_grad():
+        fast(**subject.kwargs)
+    assert measured == []
+    assert [chain.source for chain in explain(fast).chains] == ["plan", "plan"]
 
 
 def test_a_plan_of_another_model_is_refused(measured, console, module, tmp_path):
@@ -279,11 +291,11 @@ def test_masks_are_as_wide_as_the_benchmarks():
 
 def test_nothing_compiled_and_nowhere_to_write(tmp_path):
     with pytest.raises(StofOptionError, match="nothing to tune"):
-        save_plans([], tmp_path / "plan.json")
+        save_plan([], tmp_path / "plan.json")
     (tmp_path / "dump").mkdir()
-    (tmp_path / "dump" / "plan.json").write_text("{}")
+    (tmp_path / "dump" / "plan.json").write_text(PlanFile().to_json())
     (tmp_path / "file").write_text("")
     record = Record(folder=str(tmp_path / "dump"), notes=["fusion measured 12 candidates"])
     with pytest.raises(StofOptionError, match="cannot be written"):
-        save_plans([record], tmp_path / "file" / "plan.json")
+        save_plan([record], tmp_path / "file" / "plan.json")
     assert fusion_trials(record) == 12

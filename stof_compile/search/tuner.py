@@ -54,6 +54,16 @@ class ChainTuner:
         self._search = ChainSearch(self._segments)
         self._ctx = ctx
 
+    @property
+    def name(self) -> str:
+        """The chain in words."""
+        return self._segments.name
+
+    @property
+    def can_be_improved(self) -> bool:
+        """Whether a template accepts any legal segment of it."""
+        return self._segments.can_be_improved
+
     def compile_ahead(self) -> None:
         """Have the configs compiled that stage 1 will most likely ask for, if it has to run."""
         ctx = self._ctx

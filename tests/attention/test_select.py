@@ -10,7 +10,7 @@ from stof_compile.attention.select import choose, paper_choice
 from stof_compile.budget import Budget
 from stof_compile.errors import StofOptionError
 from stof_compile.options import StofOptions
-from stof_compile.plan import Candidate, Plan
+from stof_compile.plan import Candidate, Plan, PlanFile
 from stof_compile.store import Store
 
 
@@ -127,7 +127,8 @@ def test_budget_zero_asks_the_table(timer):
 def test_a_plan_wins_over_everything(timer, tmp_path):
     p = problem(masks.sliding_window(4))
     made = choose(p, StofOptions(attention="gather"), None, Budget(0))
-    again = Plan.from_json(Plan("here", {p.key: made}).to_json())
+    text = PlanFile.of([Plan("here", {p.key: made}, graph="g")]).to_json()
+    again = PlanFile.from_json(text).for_graph("g")
     replayed = choose(p, StofOptions(), Store(tmp_path, "here"), Budget(60), again)
     assert (replayed.kernel, replayed.source) == ("gather", "plan")
     assert timer.measured == []

@@ -1,0 +1,82 @@
+"""Whether a plan that the user gave fits the graph that was compiled with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from stof_compile.errors import StofPlanError
+from stof_compile.fuse import FusionResult
+from stof_compile.plan import AttentionPlan, Plan, PlanFile
+
+MAX_TOLD = 4  # graphs of a file that an error describes
+
+
+def refuse_other_plan(
+    file: PlanFile,
+    followed: Plan,
+    attention: Mapping[str, AttentionPlan],
+    result: FusionResult,
+    about: str,
+    where: Path | str,
+) -> None:
+    """Refuse a plan of other graphs; called when a graph was fused by it.
+
+    The plan of this very graph has to fit as a whole. Where the file has none, one of its graphs
+    has to: all of its chains and packs are found here, or it has none and its attention is. A graph
+    in which there is nothing to be chosen needs no plan.
+
+    Args:
+        followed: what ``file.for_graph`` gave. attention: problem key -> choice, of this graph.
+        result: of fusion. about: the graph in words. where: the file, for the message.
+    Raises:
+        StofPlanError: with what is there and what is not found here.
+    """
+    if result.refusal:
+        return
+    if followed.graph:
+        missing = _missing(followed, result)
+        if missing:
+            raise StofPlanError(
+                f"plan {where} was made for this graph ({about}) and no longer fits: not found are "
+                f"{'; '.join(missing)}; tune again, with the options that are used now"
+            )
+        return
+    if not result.unplanned and not result.packs and not result.chains:
+        return
+    if any(_fits(plan, attention, result) for plan in file.plans):
+        return
+    held = [f"{plan.about}, not found: {_difference(plan, result)}" for plan in file.plans]
+    told = "".join(f"\n  {text}" for text in held[:MAX_TOLD])
+    if len(held) > MAX_TOLD:
+        told += f"\n  and {len(held) - MAX_TOLD} more"
+    raise StofPlanError(
+        f"plan {where} was made for another graph than this one ({about}; chains: "
+        f"{', '.join(result.unplanned) or 'none that are not in the plan'}). It has {len(held)}:"
+        f"{told}\ntune this model, or give the plan of its own dump"
+    )
+
+
+def _fits(plan: Plan, attention: Mapping[str, AttentionPlan], result: FusionResult) -> bool:
+    """Whether all operators of a plan are here, and something of it is."""
+    if plan.chains or plan.packs:
+        return not _missing(plan, result)
+    return any(key in attention for key in plan.attention)
+
+
+def _difference(plan: Plan, result: FusionResult) -> str:
+    return "; ".join(_missing(plan, result)) or "its attention"
+
+
+def _missing(plan: Plan, result: FusionResult) -> list[str]:
+    """Chains and packs of a plan that are not in a graph, in words."""
+    missing = [
+        f"{' '.join(chain.kinds)} ({chain.count} times)"
+        for key, chain in plan.chains.items()
+        if key not in result.chains
+    ]
+    return missing + [
+        f"projections of {' + '.join(map(str, pack.sizes))} rows"
+        for key, pack in plan.packs.items()
+        if key not in result.packs
+    ]

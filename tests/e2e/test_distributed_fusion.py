@@ -1,0 +1,17 @@
+"""Two processes on the CPU (gloo): one tunes the operators of a graph, the other follows."""
+
+from pathlib import Path
+
+import pytest
+import test_distributed
+
+pytestmark = test_distributed.pytestmark
+
+
+@pytest.mark.parametrize(
+    "case", ["alike", "graphs-of-their-own", "too-slow", "failing", "tensor-parallel"]
+)
+def test_two_ranks_and_operators(case, tmp_path, monkeypatch):
+    worker = Path(__file__).parent / "fusion_worker.py"
+    monkeypatch.setattr(test_distributed, "WORKER", worker)
+    test_distributed.run(case, tmp_path)

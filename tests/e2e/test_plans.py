@@ -1,0 +1,205 @@
+"""Plan files: one for all graphs of a model, followed in another process, refused elsewhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import hf_gpt2
+from running import assert_same, without_inductor
+from torch import nn
+from torch_templates import templates_win
+
+from stof_compile import explain
+from stof_compile.errors import StofPlanError
+from stof_compile.plan import PLAN_VERSION, PlanFile
+from stof_compile.verdict import FastestForm
+
+TESTS = Path(__file__).parent
+
+
+class Block(nn.Module):
+    """Two feed-forward parts of different widths, with or without a graph break between them."""
+
+    def __init__(self, width: int = 32, breaks: bool = True, factor: int = 4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(width, factor * width), nn.Linear(factor * width, width)
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.breaks = nn.LayerNorm(width), breaks
+
+    def forward(self, x):
+        x = self.norm(x + self.down(F.gelu(self.up(x))))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.norm(x + self.narrow(F.silu(self.wide(x))))
+
+
+@pytest.fixture
+def measured(monkeypatch, fresh_dynamo):
+    """Templates that win, no compiler; the list gets an entry for every measurement."""
+    monkeypatch.setattr("stof_compile.backend.compile_with_inductor", without_inductor)
+    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(None))
+    with templates_win() as timed:
+        yield timed
+
+
+@torch.no_grad()
+def run(model, x, folder, **options):
+    torch._dynamo.reset()
+    options = {"cache_dir": folder, "strict": True, **options}
+    fast = torch.compile(model, backend="stof", dynamic=False, options=options)
+    return fast(x), fast
+
+
+def joined(dump: Path, out: Path) -> Path:
+    """One file of the plans of all graphs of a dump."""
+    files = [PlanFile.from_json(p.read_text()) for p in sorted(dump.glob("graph_*/plan.json"))]
+    out.write_text(PlanFile.of([plan for file in files for plan in file.plans]).to_json())
+    return out
+
+
+def test_two_graphs_follow_one_file(measured, tmp_path):
+    model, x = Block().eval(), torch.randn(2, 16, 32)
+    out, fast = run(model, x, tmp_path / "a", dump_dir=tmp_path / "dump")
+    assert len(explain(fast).graphs) == 2 and measured
+    path = joined(tmp_path / "dump", tmp_path / "plan.json")
+    body = json.loads(path.read_text())
+    assert body["version"] == PLAN_VERSION and len(body["graphs"]) == 2
+    assert len({graph["graph"] for graph in body["graphs"]}) == 2
+    assert "float32 [2, 16, 32]" in body["graphs"][0]["about"]
+    del measured[:]
+    again, replayed = run(model, x, tmp_path / "b", plan=path)
+    assert measured == []
+    assert torch.equal(again, out)
+    for graph in explain(replayed).graphs:
+        assert {chain.source for chain in graph.chains} == {"plan"}
+
+
+def test_prefill_and_decode_follow_one_file(measured, tmp_path):
+    model, _ = hf_gpt2("sdpa", False)
+    prompt, token = torch.randint(2, 90, (1, 8)), torch.randint(2, 90, (1, 1))
+
+    @torch.no_grad()
+    def generate(**options):
+        from transformers import DynamicCache
+
+        torch._dynamo.reset()
+        fast = torch.compile(model, backend="stof", dynamic=False, options=options)
+        cache = DynamicCache(config=model.config)
+        outs = [
+            fast(ids.clone(), past_key_values=cache, use_cache=True).last_hidden_state
+            for ids in (prompt, token)
+        ]
+        return outs, explain(fast)
+
+    outs, tuned = generate(cache_dir=tmp_path / "a", dump_dir=tmp_path / "dump")
+    assert len(tuned.graphs) == 2 and measured
+    path = joined(tmp_path / "dump", tmp_path / "plan.json")
+    del measured[:]
+    again, followed = generate(cache_dir=tmp_path / "b", plan=path)
+    assert measured == []
+    assert_same(again, outs, 0.0)
+    assert all(chain.source == "plan" for graph in followed.graphs for chain in graph.chains)
+    assert all(graph.chains for graph in followed.graphs)
+
+
+def test_a_graph_of_another_model_is_refused_with_what_is_there(measured, tmp_path):
+    x = torch.randn(2, 16, 32)
+    run(Block().eval(), x, tmp_path / "a", dump_dir=tmp_path / "dump")
+    path = joined(tmp_path / "dump", tmp_path / "plan.json")
+    with pytest.raises(StofPlanError, match="another graph") as raised:
+        run(Block(24).eval(), torch.randn(2, 16, 24), tmp_path / "b", plan=path)
+    text = str(raised.value)
+    assert "It has 2:" in text and "linear gelu linear residual_add layer_norm (1 times)" in text
+    assert "linear silu linear residual_add layer_norm" in text and "tune this model" in text
+
+
+def test_a_graph_that_grew_keeps_its_chains(measured, tmp_path):
+    """No graph of the file is this one, and one of them is in it."""
+
+    class Headed(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            y = self.body(x)
+            return y, y.mean(1).tanh()
+
+    model, x = Block(breaks=False).eval(), torch.randn(2, 16, 32)
+    run(model, x, tmp_path / "a", dump_dir=tmp_path / "dump")
+    path = joined(tmp_path / "dump", tmp_path / "plan.json")
+    del measured[:]
+    _, fast = run(Headed(model).eval(), x, tmp_path / "b", plan=path)
+    assert measured == []
+    assert {chain.source for chain in explain(fast).chains} == {"plan"}
+    assert len(explain(fast).chains) == 2
+
+
+def test_a_graph_without_choices_needs_no_plan(measured, tmp_path):
+    model, x = Block(breaks=False).eval(), torch.randn(2, 16, 32)
+    run(model, x, tmp_path / "a", dump_dir=tmp_path / "dump")
+    path = joined(tmp_path / "dump", tmp_path / "plan.json")
+    out, _ = run(nn.Tanh(), x, tmp_path / "b", plan=path)
+    assert_same(out, x.tanh())
+
+
+def test_the_plan_of_this_graph_must_fit(measured, tmp_path):
+    model, x = Block(breaks=False).eval(), torch.randn(2, 16, 32)
+    run(model, x, tmp_path / "a", dump_dir=tmp_path / "dump")
+    path = joined(tmp_path / "dump", tmp_path / "plan.json")
+    body = json.loads(path.read_text())
+    (graph,) = body["graphs"]
+    graph["chains"]["0" * 64] = next(iter(graph["chains"].values()))
+    path.write_text(json.dumps(body))
+    with pytest.raises(StofPlanError, match=r"made for this graph .* no longer fits"):
+        run(model, x, tmp_path / "b", plan=path)
+
+
+@pytest.mark.parametrize("version", [1, 2, PLAN_VERSION + 1])
+def test_other_versions_say_so(measured, tmp_path, version):
+    body = {"version": version, "environment": "here", "attention": {}, "chains": {}, "packs": {}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(body))
+    with pytest.raises(
+        StofPlanError, match=f"plan version {version}.*reads version {PLAN_VERSION}"
+    ):
+        run(Block().eval(), torch.randn(2, 16, 32), tmp_path / "b", plan=path)
+
+
+KEYS = """
+import torch
+from test_plans import Block
+from stof_compile.graph_key import graph_key
+
+def show(gm, inputs):
+    print("KEY", graph_key(gm, grad_enabled=False), flush=True)
+    return gm.forward
+
+with torch.no_grad():
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        torch.compile(Block().eval(), backend=show, dynamic=dynamic)(torch.randn(2, 16, 32))
+"""
+
+
+def test_keys_of_graphs_are_the_same_in_every_process(tmp_path):
+    found = []
+    for seed in ("1", "2"):
+        script = tmp_path / seed / "keys.py"  # neither file nor line of the program is in a key
+        script.parent.mkdir()
+        script.write_text("\n" * int(seed) + KEYS)
+        paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True
+        )
+        found.append([line for line in done.stdout.splitlines() if line.startswith("KEY")])
+        assert len(found[-1]) == 4, done.stderr[-2000:]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
