@@ -1,4 +1,8 @@
-"""One rank of test_distributed_fusion.py: ``python fusion_worker.py case rank folder``."""
+"""One rank of test_distributed_fusion.py: ``python fusion_worker.py case,case rank folder``.
+
+Cases run one after the other in one process, each in a process group of its own: starting a
+process takes longer than most of them.
+"""
 
 import contextlib
 import sys
@@ -89,7 +93,7 @@ def graphs_of_their_own(rank, folder):
 
 def too_slow(rank, folder):
     """A rank that gets no answer in time leaves the operators to Inductor, and goes on."""
-    rank_plan.COMPILE_S = 0.0
+    patience_s, rank_plan.COMPILE_S = rank_plan.COMPILE_S, 0.0
     first = backend._decided_here
 
     def slow(*given):
@@ -99,6 +103,7 @@ def too_slow(rank, folder):
     backend._decided_here = slow
     with templates_win() as timed:
         fast = compiled(rank, folder, tune_budget_s=0.5)
+    backend._decided_here, rank_plan.COMPILE_S = first, patience_s
     left = gathered([note for note in explain(fast).notes if "was not ready in time" in note])
     assert sorted(map(len, left)) == [0, 1], left
     assert not (left[rank] and timed)
@@ -156,20 +161,28 @@ CASES = {
 }
 
 
-def main(case, rank, folder):
-    rank, folder = int(rank), Path(folder)
+def main(cases, rank, folder):
+    rank = int(rank)
     backend.compile_with_inductor = verdict.compile_with_inductor = without_inductor
     verdict.time_in_turns = winners(rank)
     fuse.TEMPLATES = (AnyRecipe(),)
+    for case in cases.split(","):
+        sys.stdout.write(f"{case}\n")
+        run(CASES[case], rank, Path(folder) / case)
+    sys.stdout.write("OK\n")
+
+
+def run(case, rank, folder):
+    folder.mkdir(exist_ok=True)
+    torch._dynamo.reset()
     store = dist.FileStore(str(folder / "rendezvous"), 2)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        CASES[case](rank, folder)
+        case(rank, folder)
         dist.barrier()
-    sys.stdout.write("OK\n")
 
 
 if __name__ == "__main__":
