@@ -2,9 +2,6 @@
 
 from stof_compile.templates.base import Template
 from stof_compile.templates.hopper_linear import HopperLinear
-from stof_compile.templates.tilelang_chain import TileLangChain
-from stof_compile.templates.tilelang_linear import TileLangLinear
-from stof_compile.templates.tilelang_linear_norm import TileLangLinearNorm
 from stof_compile.templates.triton_gated_linear import TritonGatedLinear
 from stof_compile.templates.triton_linear import TritonLinear
 from stof_compile.templates.triton_linear_chain import TritonLinearChain
@@ -15,8 +12,7 @@ from stof_compile.templates.triton_pointwise import TritonPointwise
 import stof_compile.ops_hopper_linear
 import stof_compile.ops_linear
 import stof_compile.ops_norm
-import stof_compile.ops_pointwise
-import stof_compile.ops_tilelang  # noqa: F401
+import stof_compile.ops_pointwise  # noqa: F401
 
 TEMPLATES: tuple[Template, ...] = (
     TritonLinear(),
@@ -26,8 +22,5 @@ TEMPLATES: tuple[Template, ...] = (
     TritonLinearNorm(),
     TritonNorm(),
     TritonPointwise(),
-    TileLangLinear(),
-    TileLangLinearNorm(),
-    TileLangChain(),
 )
 """Every template the search may build, in the order in which it tries them."""
