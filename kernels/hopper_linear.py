@@ -115,8 +115,8 @@ def hopper_linear_forward(
     dtypes = {t.dtype for t in (x, weight, bias, residual) if t is not None}
     if refusal is None and len(dtypes) > 1:
         refusal = f"operands of several dtypes: {sorted(map(str, dtypes))}"
-    if refusal is None and bias is not None and tuple(bias.shape) != (n,):
-        refusal = f"a bias of shape {tuple(bias.shape)}; it has to be ({n},)"  # TMA reads n
+    if refusal is None and bias is not None and bias.numel() != n:
+        refusal = f"a bias of shape {tuple(bias.shape)}; it has to have {n} elements"
     if refusal is None and 1 not in weight.stride():
         refusal = f"a weight with strides {weight.stride()}"
     if refusal is not None:
