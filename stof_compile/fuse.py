@@ -1,5 +1,5 @@
-"""Operator fusion of one graph: projections packed, chains cut into segments, segments replaced by
-templates.
+"""Operator fusion of one graph: projections packed, rotations put into the epilogue of theirs,
+chains cut into segments, segments replaced by templates.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from stof_compile.fusion.op_list import op_list, span
 from stof_compile.fusion.read_recipe import read_recipe
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.rewrite import Segment, rewrite_segments
+from stof_compile.fusion.rope import RopeSite, find_rotations
+from stof_compile.fusion.rope_rewrite import rewrite_rotations
 from stof_compile.graph_copy import copy_graph
 from stof_compile.node_ops import raw_name
 from stof_compile.options import StofOptions
-from stof_compile.packing import PackedWeights, apply_packs, find_packs
+from stof_compile.packing import Pack, PackedWeights, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
@@ -38,6 +40,12 @@ from stof_compile.search.compile_pool import start_pool
 from stof_compile.search.context import TuningContext
 from stof_compile.search.initial import limits_of
 from stof_compile.search.pack_choice import choose_packs, prepare_packs
+from stof_compile.search.rope_choice import (
+    choose_rotation,
+    prepare_rotations,
+    rope_key,
+    template_of,
+)
 from stof_compile.search.trial import TrialTable
 from stof_compile.search.tuner import ChainTuner, chain_key
 from stof_compile.static_values import StaticValues
@@ -48,6 +56,7 @@ logger = logging.getLogger("stof_compile")
 
 TUNED_KIND = "tuned"  # of the store: graphs that were tuned before
 SEARCH_SHARE = 0.6  # of the seconds left when fusion begins; whole graphs are compared after it
+ROPE_SHARE = 0.25  # of the seconds left for the search, for products with rotations
 
 
 @dataclass
@@ -55,8 +64,11 @@ class FusionResult:
     """What fusion did to a graph.
 
     Args:
-        chains: chain key -> plan, of the chains where a template was considered.
+        chains: chain key -> plan, of the chains where a template was considered; products with
+            rotary embeddings are among them, as chains of two operations.
         packs: pack key -> decision.
+        rotated: products whose rotations are in their epilogue.
+        apart: why other rotations stay apart from their product -> how many.
         segments: segments replaced by a template.
         folded: copies of transposed operands that products now read through strides.
         packed: keeps packed weights equal to the originals; None where nothing is packed.
@@ -70,6 +82,8 @@ class FusionResult:
 
     chains: dict[str, ChainPlan] = field(default_factory=dict)
     packs: dict[str, PackPlan] = field(default_factory=dict)
+    rotated: int = 0
+    apart: dict[str, int] = field(default_factory=dict)
     segments: int = 0
     folded: int = 0
     packed: PackedWeights | None = None
@@ -84,7 +98,7 @@ class FusionResult:
     def changed(self) -> bool:
         """Whether the graph is another one than before."""
         packed = any(pack.packed for pack in self.packs.values())
-        return self.segments > 0 or self.folded > 0 or packed
+        return self.segments > 0 or self.rotated > 0 or self.folded > 0 or packed
 
 
 def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
@@ -177,6 +191,7 @@ class Fusion:
         fold_transposes(gm, facts)
         packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
         prepare_packs(gm, packs, self._context)
+        prepare_rotations(_packed_rotations(gm, facts, packs), self._context)
         _, tuners = self._tuners(gm, facts)
         for tuner in tuners:
             tuner.compile_ahead()
@@ -198,6 +213,7 @@ class Fusion:
         with tuning_progress(ctx.budget) as ctx.progress:
             result.folded = fold_transposes(self._gm, self._facts)
             self._pack_projections(result)
+            self._rotate_in_products(result)
             self._fuse_chains(result)
         result.trials = ctx.trials
         if self._store is not None and self._identity and result.trials:
@@ -218,6 +234,37 @@ class Fusion:
         taken = [pack for pack in packs if result.packs[pack.key].packed]
         if taken:
             result.packed = apply_packs(gm, facts, taken)
+
+    def _rotate_in_products(self, result: FusionResult) -> None:
+        """Compute products and the rotations behind them in one kernel, where that is faster."""
+        if not self._templates:
+            return
+        sites, refusals = find_rotations(self._gm, self._facts)
+        for refusal in refusals:
+            logger.info("%s: %s", ", ".join(refusal.results), refusal.reason)
+            result.apart[refusal.reason] = result.apart.get(refusal.reason, 0) + 1
+        alike: dict[str, list[RopeSite]] = {}
+        for site in sites:
+            alike.setdefault(rope_key(site.recipe), []).append(site)
+        ctx, whole = self._context, self._context.budget
+        ctx.use(whole.slice(ROPE_SHARE))
+        prepare_rotations([places[0].recipe for places in alike.values()], ctx)
+        calls: list[tuple[RopeSite, Callable[[Sequence[Any]], Any]]] = []
+        for key, places in alike.items():
+            chosen = choose_rotation(places[0].recipe, ctx)
+            if chosen is None:
+                planned = self._plan is None or self._plan.graph
+                if not planned and ctx.bench.first(places[0].recipe) is not None:
+                    result.unplanned.append("linear rope")
+                continue
+            result.chains[key] = replace(chosen, count=len(places))
+            segment = template_of(chosen)
+            if segment is not None:
+                (template,) = (t for t in self._templates if t.name == segment.template)
+                call = template.build(places[0].recipe, dict(segment.config))
+                calls += [(place, call.run) for place in places]
+        ctx.use(whole)
+        result.rotated = rewrite_rotations(self._gm, calls)
 
     def _tuners(
         self, gm: GraphModule, facts: CaptureFacts
@@ -252,9 +299,9 @@ class Fusion:
                 result.unplanned.append(tuner.name)
         ctx.use(whole)
         calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
-        for key, chosen in result.chains.items():
-            for chain in alike[key]:
-                calls += self._calls(chain, chosen)
+        for key, places in alike.items():
+            for chain in places if key in result.chains else ():
+                calls += self._calls(chain, result.chains[key])
         result.segments = rewrite_segments(gm, calls)
 
     def _calls(
@@ -282,6 +329,19 @@ class Fusion:
             call = template.build(recipe, dict(segment.config))
             calls.append((Segment(chain, start, stop), call.run))
         return calls
+
+
+def _packed_rotations(gm: GraphModule, facts: CaptureFacts, packs: Sequence[Pack]) -> list[Recipe]:
+    """Recipes of the products with rotations that there will be if projections are packed."""
+    one_each = list({pack.key: pack for pack in packs if pack.role == "attention"}.values())
+    if not one_each:
+        return []
+    packed = copy_graph(gm)  # with the copied weights of one layer of each kind
+    apply_packs(packed, facts, one_each)
+    sites, _ = find_rotations(packed, facts)
+    made = {node.name for node in packed.graph.nodes if "stof_packed" in node.meta}
+    recipes = (site.recipe for site in sites if site.operands[1] in made)
+    return list({recipe.key: recipe for recipe in recipes}.values())
 
 
 def _legality(

@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 DYNAMO_ATTRIBUTES = (
     "_param_name_to_source",
@@ -21,7 +22,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     for node, twin in copies.items():
         if hasattr(node, "_dynamo_source"):  # AOTAutograd wants to know where each input is from
             twin._dynamo_source = node._dynamo_source
-    copied = GraphModule(gm, graph)
+    copied = _LazyGraphModule(gm, graph)  # as Dynamo's: writes its code when that is asked for
     copied.meta = dict(gm.meta)
     for name in DYNAMO_ATTRIBUTES:
         if hasattr(gm, name):

@@ -43,12 +43,26 @@ def needs_copy(result: Node, total: int, start: int) -> bool:
         result: node of shape [..., n]. total: elements of the wider value's last dimension.
         start: where in it the value begins.
     """
+    value = tensor_meta(result)
+    assert value is not None, "a result is a tensor"
+    mode = fake_mode_of([value])
+    with mode if mode is not None else ExitStack(), torch.no_grad():
+        wide = value.new_empty((*value.shape[:-1], total))
+        return strides_matter(result, wide.narrow(-1, start, value.shape[-1]))
+
+
+def strides_matter(result: Node, other: Any) -> bool:
+    """Whether the readers of a value could not read one of other strides, or of shared memory.
+
+    Args:
+        result: node of a tensor. other: a fake tensor of its shape and dtype, a view of another.
+    """
     aliases = list(_aliases(result))
     for alias in aliases:
         for user in alias.users:
             if user.op == "output" or not _takes_strides(user):
                 return True
-    return not _views_hold(result, aliases, total, start)
+    return not _views_hold(result, aliases, other)
 
 
 def _aliases(result: Node) -> Iterator[Node]:
@@ -78,14 +92,11 @@ def _takes_strides(node: Node) -> bool:
     return bool(name) and ours and name not in STRIDE_READERS
 
 
-def _views_hold(result: Node, aliases: list[Node], total: int, start: int) -> bool:
-    """Whether all views of a value can be taken of a slice, too."""
-    value = tensor_meta(result)
-    assert value is not None, "a result is a tensor"
-    mode = fake_mode_of([value])
+def _views_hold(result: Node, aliases: list[Node], other: Any) -> bool:
+    """Whether all views of a value can be taken of another one in its place, too."""
+    mode = fake_mode_of([other])
     with mode if mode is not None else ExitStack(), torch.no_grad():
-        wide = value.new_empty((*value.shape[:-1], total))
-        values: dict[Node, Any] = {result: wide.narrow(-1, start, value.shape[-1])}
+        values: dict[Node, Any] = {result: other}
         for node in sorted(aliases):
             if node is result:
                 continue

@@ -20,6 +20,10 @@ def record_fusion(result: FusionResult, record: Record) -> None:
     record.packs = list(result.packs.values())
     if result.folded:
         record.notes.append(f"copies of transposed operands folded into products: {result.folded}")
+    if result.rotated:
+        record.notes.append(f"rotary embeddings in the epilogue of {result.rotated} products")
+    for reason, count in result.apart.items():
+        record.notes.append(f"rotary embeddings left to Inductor, {count} times: {reason}")
     record.timings_s["fusion"] = result.seconds
     record.timings_s["measuring"] = result.measuring_s
     if result.trials:

@@ -19,6 +19,10 @@ from torch import Tensor
 from stof_compile.device import DeviceFacts
 from stof_compile.fusion.recipe import Recipe, run_recipe
 
+TILELANG = "tilelang_"
+"""How the names of TileLang's templates begin: compiling a config takes seconds, loading one from
+the disk cache tenths of a second."""
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, log2
 
 import torch
@@ -49,6 +50,7 @@ class Product:
         m, n, k: rows, columns, depth.
         dtype: of operands and result.
         sums: tiles of sums a program keeps (2: gate and up).
+        column_step: what block_n has to be a multiple of (a head), a power of two.
     """
 
     m: int
@@ -56,6 +58,7 @@ class Product:
     k: int
     dtype: torch.dtype
     sums: int = 1
+    column_step: int = 1
 
     @property
     def exact_fp32(self) -> bool:
@@ -108,13 +111,20 @@ def tile_space(product: Product, device: DeviceFacts, names: Sequence[str]) -> C
 
 def ranked_tiles(product: Product, device: DeviceFacts, names: Sequence[str] = ()) -> list[Tile]:
     """At most :data:`MAX_CONFIGS` tiles that fit, the one estimated to be fastest first."""
+    return list(_ranked(product, device, tuple(names), product.exact_fp32))
+
+
+@lru_cache(maxsize=256)  # a search asks for the same products many times
+def _ranked(
+    product: Product, device: DeviceFacts, names: Sequence[str], exact_fp32: bool
+) -> tuple[Tile, ...]:
     fitting = [
         tile
         for tile in _offered(product, device)
         if unfit(tile, product, device) is None and _expressible(tile, names)
     ]
     if not fitting:  # the smallest tile fits every device and every product
-        fitting = [Tile(16, 16, 16, 2, 2)]
+        fitting = [Tile(16, max(16, product.column_step), 16, 2, 2)]
     fitting.sort(key=lambda tile: estimate_us(tile, product, device))
     found: list[Tile] = []
     seen: Counter[tuple[int, ...]] = Counter()
@@ -125,11 +135,13 @@ def ranked_tiles(product: Product, device: DeviceFacts, names: Sequence[str] = (
     best = found[0]
     if product.m > 16 * best.block_m and (not names or "group_m" in names):
         found += [replace(best, group_m=group) for group in (4, 16)]
-    return found
+    return tuple(found)
 
 
 def unfit(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     """Why a tile cannot run or wastes most of its work, None if it should be considered."""
+    if tile.block_n % product.column_step:
+        return f"{tile.block_n} columns are no multiple of {product.column_step}"
     for edge, size in ((tile.block_m, product.m), (tile.block_n, product.n)):
         if edge > max(32, _power_of_two(size)):
             return f"a tile edge of {edge} is larger than the problem's {size}"
@@ -179,6 +191,10 @@ def _register_refusal(tile: Tile, product: Product, device: DeviceFacts) -> str 
     registers = registers_of(tile, product, device)
     if registers > 255:
         return f"{registers} registers a thread, at most 255 exist"
+    steps = ceil(product.k / tile.block_k)
+    whole = tile.split_k == 1 and not tile.persistent  # the number of steps is a constant
+    if whole and tile.block_k >= 256 and steps == 8 and _group_products(tile, product, device):
+        return "a loop of 8 deep steps is unrolled, and its addresses do not fit"
     threads = 32 * tile.num_warps
     sums = product.sums * tile.block_m * tile.block_n // threads
     if sums < 128 or tile.persistent:

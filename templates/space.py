@@ -28,6 +28,11 @@ class ConfigSpace:
     def __len__(self) -> int:
         return len(self.configs())
 
+    def __contains__(self, config: Mapping[str, Value]) -> bool:
+        known = config.keys() == self.dims.keys()
+        known = known and all(config[name] in values for name, values in self.dims.items())
+        return known and self.refusal(config) is None
+
     @property
     def points(self) -> int:
         """Combinations before pruning."""

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from math import prod
@@ -78,6 +79,7 @@ def rows_of(recipe: Recipe) -> int:
     return prod(recipe.result.shape[:-1])
 
 
+@cache
 def _has_nvcc() -> bool:
     """Whether TileLang will find nvcc, in the places where it looks."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")

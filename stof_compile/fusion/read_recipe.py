@@ -71,6 +71,32 @@ def read_recipe(gm: GraphModule, chain: OpChain, start: int, stop: int) -> Recip
     return Recipe(operands, tuple(steps))
 
 
+def read_product(node: Node) -> tuple[tuple[Node, ...], bool] | None:
+    """Read a matrix product with a weight.
+
+    Returns:
+        ((x, weight) or (x, weight, bias), whether the weight is [K, N]); None for other nodes.
+    """
+    read = _READERS.get(operation(node))
+    if is_inplace(node) or tensor_meta(node) is None or read is None:
+        return None
+    try:
+        kind, inputs, attrs = read(node)
+    except _UnreadableError:
+        return None
+    if kind != "linear" or not all(isinstance(value, Node) for value in inputs):
+        return None
+    return tuple(inputs), bool(attrs.get("weight_kn", False))
+
+
+def tensor_spec(node: Node) -> TensorSpec | None:
+    """What the tensor of a node looks like; None where no recipe can have it as an operand."""
+    try:
+        return _spec(node)
+    except _UnreadableError:
+        return None
+
+
 def is_free(op: ChainOp, nodes: Mapping[str, Node]) -> bool:
     """Whether an op only regroups the rows of a tensor: a view that keeps the last dimension and
     that no kernel needs to run.

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stof_compile.fusion.rotate import rotated
+
 Attribute = int | float | str | bool | tuple[int, ...]
 
 # Binary steps and what they compute; a number among the inputs is the attribute "number", and
@@ -97,15 +99,16 @@ class Step:
 
     Args:
         kind: ``linear`` | ``activation`` | ``layer_norm`` | ``rms_norm`` | ``cast`` | ``reshape`` |
-            ``softmax`` | a key of :data:`BINARY` or :data:`UNARY`.
+            ``softmax`` | ``rope`` | a key of :data:`BINARY` or :data:`UNARY`.
         inputs: what it reads. ``linear``: x [..., K], weight [N, K] ([K, N] with the attribute
             ``weight_kn``), bias [N] if there is a third. Norms: x, weight and bias as the
-            attributes ``has_weight`` and ``has_bias`` tell. Binary steps: both sides, or one and
+            attributes ``has_weight`` and ``has_bias`` tell. ``rope``: x [..., N] and the tables
+            cos and sin [T, head_dim] (see ``rotate.py``). Binary steps: both sides, or one and
             the attribute ``number``.
         shape, dtype: of its result.
         attrs: (name, value) pairs, sorted: ``name`` of an activation, ``eps`` and ``width`` of a
             norm (width: elements of a normalised row), ``number`` and ``number_first`` of a
-            binary step.
+            binary step, ``head_dim`` and ``heads`` of a rope.
     """
 
     kind: str
@@ -285,6 +288,8 @@ def _run_step(step: Step, values: list[Tensor], dtype: torch.dtype | None) -> Te
         return values[0].reshape(step.shape)
     if kind == "softmax":
         return values[0].softmax(-1)
+    if kind == "rope":
+        return _rope(step, *values)
     if kind in UNARY:
         alone: Tensor = UNARY[kind](values[0])
         return alone
@@ -300,3 +305,10 @@ def _run_step(step: Step, values: list[Tensor], dtype: torch.dtype | None) -> Te
         return result
     result = BINARY[kind](*values)
     return result
+
+
+def _rope(step: Step, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    sizes = prod(x.shape[:-1]), x.shape[-1], cos.shape[0]
+    head_dim, heads = int(step.attr("head_dim")), step.attr("heads")
+    parts = rotated(x.reshape(sizes[:2]), cos, sin, sizes, head_dim, heads)
+    return torch.cat(parts, -1).reshape(x.shape)

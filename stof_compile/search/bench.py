@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 LIBRARY = "inductor"
 """Template name of a segment that is left as it is."""
 
+Result = Tensor | tuple[Tensor, ...]
+"""What a call of a candidate gives; parts of it side by side, as library_call may."""
+
 TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
 FINAL_S = 0.1
 ROUND_S = 0.02
@@ -81,6 +84,9 @@ class SegmentBench(Protocol):
         """Every candidate of the templates that accept a recipe; each template's first config
         leads.
         """
+
+    def offers(self, recipe: Recipe, candidate: Candidate) -> bool:
+        """Whether a candidate is among ``candidates``, without listing them."""
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         """Compile candidates that will be asked for next."""
@@ -123,7 +129,7 @@ class DeviceBench:
     compiling_s: float = 0.0
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
-    _library: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
+    _library: dict[str, Callable[..., Result]] = field(default_factory=dict)
     _compiling: dict[tuple[str, Candidate], Future[str]] = field(default_factory=dict)
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
@@ -138,6 +144,15 @@ class DeviceBench:
             leading.append(first)
             rest += [candidate_of(template.name, config) for config in configs]
         return [*leading, *(c for c in rest if c not in leading)]
+
+    def offers(self, recipe: Recipe, candidate: Candidate) -> bool:
+        """See :class:`SegmentBench`."""
+        for template in self.templates:
+            if template.name == candidate.template and self._runs(template, recipe):
+                settings = candidate.settings
+                first = template.first(recipe, self.facts)
+                return settings == first or settings in template.space(recipe, self.facts)
+        return False
 
     def first(self, recipe: Recipe) -> Candidate | None:
         """See :class:`SegmentBench`."""
@@ -269,7 +284,7 @@ class DeviceBench:
         here = all(operand.device == self.device.type for operand in recipe.operands)
         return here and template.accepts(recipe, self.facts)
 
-    def _call(self, recipe: Recipe, candidate: Candidate) -> Callable[..., Tensor]:
+    def _call(self, recipe: Recipe, candidate: Candidate) -> Callable[..., Result]:
         if candidate.template == LIBRARY:
             if recipe.key not in self._library:
                 with self._modes():
@@ -280,7 +295,7 @@ class DeviceBench:
         return lambda *operands: call.run(operands)
 
     def _check(
-        self, recipe: Recipe, call: Callable[..., Tensor], operands: tuple[Tensor, ...]
+        self, recipe: Recipe, call: Callable[..., Result], operands: tuple[Tensor, ...]
     ) -> ErrorReport:
         with self._modes():
             if recipe.key not in self._references:
@@ -290,6 +305,9 @@ class DeviceBench:
                 self._references[recipe.key] = wide
             scale = ERROR_SCALE ** max(1, recipe.contractions)
             out = call(*operands)
+            if isinstance(out, tuple):
+                shape = recipe.result.shape
+                out = torch.cat([part.flatten(0, -2) for part in out], -1).reshape(shape)
             dtype = recipe.result.dtype
             if dtype == torch.float32 and recipe.contractions and fp32_products() == "tf32":
                 dtype = torch.float16  # TF32 has its mantissa

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from stof_compile.fusion.recipe import Recipe, Ref, run_recipe
+from stof_compile.fusion.rotate import rotated
 from stof_compile.short_gelu import HALF_TYPES, short_gelu
 
 
-def library_call(recipe: Recipe, operands: Sequence[Tensor]) -> Callable[..., Tensor]:
+def library_call(
+    recipe: Recipe, operands: Sequence[Tensor]
+) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """Compile a recipe with Inductor, as plain operations.
 
     A recipe of one product is the library's kernel, called without compiling anything: Inductor
-    would call the same.
+    would call the same. A recipe that ends with a rotation gives its result in parts, as the
+    graph has them without us: each value that is rotated, then a view of what stays as it is.
 
     Args:
         operands: tensors it will be called with (their shapes and strides count).
@@ -30,16 +35,17 @@ def library_call(recipe: Recipe, operands: Sequence[Tensor]) -> Callable[..., Te
 
     compiled: Any = compile_fx(recipe_graph(recipe), list(operands))
 
-    def run(*given: Tensor) -> Tensor:
-        (result,) = compiled(*given)
-        assert isinstance(result, Tensor)
-        return result
+    def run(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = tuple(compiled(*given))
+        return parts if len(parts) > 1 else parts[0]
 
     return run
 
 
 def recipe_graph(recipe: Recipe) -> GraphModule:
-    """A recipe as a torch-level graph with one placeholder an operand and one result."""
+    """A recipe as a torch-level graph with one placeholder an operand and one result, or the
+    parts of a rotation.
+    """
     graph = Graph()
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     proxies: list[Any] = [
@@ -47,6 +53,7 @@ def recipe_graph(recipe: Recipe) -> GraphModule:
         for i in range(len(recipe.operands))
     ]
     results: list[Any] = []
+    parts: tuple[Any, ...] = ()
     for step in recipe.steps:
         values = [(proxies if ref.kind == "operand" else results)[ref.index] for ref in step.inputs]
         is_gelu = step.kind == "activation" and step.attr("name") == "gelu"
@@ -54,8 +61,15 @@ def recipe_graph(recipe: Recipe) -> GraphModule:
         if is_gelu and on_gpu and step.dtype in HALF_TYPES:
             results.append(short_gelu(values[0], step.dtype))  # as the back end writes it
             continue
+        if step.kind == "rope" and step is recipe.result:
+            rows, columns = prod(step.shape[:-1]), step.shape[-1]
+            sizes = rows, columns, recipe.shape(step.inputs[1])[0]
+            value, cos, sin = values
+            flat, head_dim = value.reshape(rows, columns), int(step.attr("head_dim"))
+            parts = rotated(flat, cos, sin, sizes, head_dim, step.attr("heads"))
+            continue
         inputs = tuple(Ref("operand", i) for i in range(len(values)))
         alone = Recipe(recipe.operands, (replace(step, inputs=inputs),))
         results.append(run_recipe(alone, values))
-    graph.output((results[-1].node,))
+    graph.output(tuple(part.node for part in parts or results[-1:]))
     return GraphModule(torch.nn.Module(), graph)

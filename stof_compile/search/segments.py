@@ -116,6 +116,11 @@ class ChainSegments:
             self._spaces[place] = self._bench.candidates(recipe) if usable else []  # type: ignore[arg-type]
         return self._spaces[place]
 
+    def offers(self, place: Span, candidate: Candidate) -> bool:
+        """Whether a candidate is in the ``space`` of a legal segment, without listing it."""
+        recipe = self.recipe(place)
+        return isinstance(recipe, Recipe) and self._bench.offers(recipe, candidate)
+
     # -- times -------------------------------------------------------------------------------------
 
     def cost_if_known(self, place: Span, candidate: Candidate) -> float | None:

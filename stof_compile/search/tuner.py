@@ -69,7 +69,7 @@ class ChainTuner:
         ctx = self._ctx
         if ctx.plan is not None or ctx.forced or not ctx.measure:
             return
-        if self._segments.can_be_improved and _held(ctx.store, self.key, self._search) is None:
+        if _held(ctx.store, self.key, self._search) is None and self._segments.can_be_improved:
             self._search.compile_ahead()
 
     def choose(self) -> ChainPlan | None:
@@ -81,15 +81,18 @@ class ChainTuner:
         ctx, search = self._ctx, self._search
         if ctx.plan is not None:
             return _from_plan(ctx.plan, self.key, search)
+        by_search = ctx.measure and not ctx.forced
+        held = _held(ctx.store, self.key, search) if by_search else None
+        if held is not None:  # asked first: every segment is read to know what can be improved
+            return held
         if not self._segments.can_be_improved:
             return None
         if ctx.forced:
             return search.forced(ctx.forced)
         if not ctx.measure:
             return search.by_rules()
-        held = _held(ctx.store, self.key, search)
-        if held is not None or ctx.store is None:
-            return held or search.searched()
+        if ctx.store is None:
+            return search.searched()
         try:
             with ctx.store.lock(f"{STORE_KIND}/{self.key}"):  # another process may be tuning it
                 held = _held(ctx.store, self.key, search)

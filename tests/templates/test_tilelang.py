@@ -183,7 +183,9 @@ def test_nvcc_is_looked_for_where_tilelang_looks(monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    tilelang_rules._has_nvcc.cache_clear()
     assert tilelang_rules._has_nvcc()
+    tilelang_rules._has_nvcc.cache_clear()  # the next test looks anew
 
 
 def test_the_same_facts_on_both_sides():
