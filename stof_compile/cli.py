@@ -1,14 +1,16 @@
-"""The command line: ``stof doctor | demo | explain | tune | cache``."""
+"""The command line: ``stof doctor | demo | explain | inspect | tune | cache``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,10 +21,16 @@ from stof_compile import store
 from stof_compile.demo import DemoSettings, make_console, run_demo
 from stof_compile.device import DeviceFacts, device_facts
 from stof_compile.dump import versions
-from stof_compile.errors import StofError, StofPlanError
+from stof_compile.errors import StofError, StofOptionError, StofPlanError
 from stof_compile.explanation import explain_dump
 from stof_compile.measure import time_callable
 from stof_compile.options import MODES
+from stof_compile.report.diff import diff_json, diff_reports, print_diff
+from stof_compile.report.html import write_html
+from stof_compile.report.load import load_ceilings, load_dump
+from stof_compile.report.model import GraphReport, read_report
+from stof_compile.report.model import to_json as reports_json
+from stof_compile.report.terminal import print_report
 from stof_compile.tune import run_tune
 from stof_compile.tune_subject import DTYPES, MASKS, TuneSettings
 
@@ -66,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("dump", type=Path, help="folder given as dump_dir, or one graph of it")
     explain.set_defaults(run=_explain)
 
+    _add_inspect(commands.add_parser("inspect", help="look at a dump: report, page, difference"))
+
     _add_tune(commands.add_parser("tune", help="tune a model, show the schemes, save the plan"))
 
     cache = commands.add_parser("cache", help="show or delete what was measured before")
@@ -73,6 +83,24 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--dir", type=Path, help="folder given as cache_dir; default: the user's")
     cache.set_defaults(run=_cache)
     return parser
+
+
+def _add_inspect(inspect: argparse.ArgumentParser) -> None:
+    inspect.description = (
+        "Show what STOF did with a model, from a dump (options={'dump_dir': ...}): in the "
+        "terminal, as one HTML page, as JSON, or the difference of two dumps."
+    )
+    inspect.add_argument("dump", nargs="?", type=Path, help="folder given as dump_dir, or a graph")
+    inspect.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two dumps")
+    inspect.add_argument("--html", type=Path, metavar="FILE", help="write one page")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.add_argument(
+        "--ceilings",
+        type=Path,
+        metavar="FILE",
+        help="what the device can do at most (written by bench/), for shares of the floor",
+    )
+    inspect.set_defaults(run=_inspect)
 
 
 def _add_tune(tune: argparse.ArgumentParser) -> None:
@@ -134,6 +162,49 @@ def _explain(arguments: argparse.Namespace, console: Console) -> int:
         )
     console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+    given = [path for path in (arguments.dump, arguments.diff) if path is not None]
+    if len(given) != 1 or (arguments.diff and (arguments.html or arguments.ceilings)):
+        raise StofOptionError(
+            "inspect takes one DUMP, or --diff A B without --html and --ceilings: "
+            "`stof inspect --help` shows both"
+        )
+    if arguments.diff:
+        first, second = arguments.diff
+        changes = diff_reports(_reports(first), _reports(second))
+        if arguments.json:
+            _print_json(diff_json(changes, str(first), str(second)))
+        else:
+            print_diff(changes, str(first), str(second), console)
+        return 0
+    reports = _reports(arguments.dump, arguments.ceilings)
+    if arguments.html:
+        try:
+            write_html(reports, str(arguments.dump), arguments.html)
+        except OSError as error:
+            raise StofOptionError(
+                f"--html {arguments.html}: cannot be written ({error}); give the path of a file "
+                "in a folder that can be written to"
+            ) from error
+    if arguments.json:
+        _print_json(reports_json(reports, str(arguments.dump)))
+    elif arguments.html:
+        console.print(f"written: {arguments.html}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_report(reports, console)
+    return 0
+
+
+def _reports(dump: Path, ceilings: Path | None = None) -> list[GraphReport]:
+    records = load_dump(dump)
+    most = None if ceilings is None else load_ceilings(ceilings, records)
+    return [read_report(number, record, most) for number, record in enumerate(records)]
+
+
+def _print_json(body: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(body, indent=1) + "\n")
 
 
 def _tune(arguments: argparse.Namespace, console: Console) -> int:

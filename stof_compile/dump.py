@@ -45,6 +45,7 @@ class SiteRecord:
         statistics: of the block mask: density, full_tiles, part_tiles, empty_tiles, ...
         choice: the decision with its candidates, None when nothing was to be decided.
         notes: reasons and remarks.
+        picture: of its mask in ``Record.pictures``, "" where there is none.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SiteRecord:
     statistics: dict[str, Any] = field(default_factory=dict)
     choice: AttentionPlan | None = None
     notes: list[str] = field(default_factory=list)
+    picture: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The site as plain JSON values."""
@@ -87,6 +89,7 @@ class Record:
         chains: schemes of the op chains, one entry for equal chains.
         packs: projections that share an input, one entry for equal groups.
         notes: remarks on the whole graph.
+        pictures: name -> tiles of a mask (``masks.tile_map``), one for equal masks.
         folder: where the dump was written, "" while it was not.
     """
 
@@ -102,6 +105,7 @@ class Record:
     chains: list[ChainPlan] = field(default_factory=list)
     packs: list[PackPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    pictures: dict[str, dict[str, Any]] = field(default_factory=dict)
     folder: str = ""
 
     @property
@@ -125,16 +129,29 @@ class Record:
         return json.dumps({"format": FORMAT, **body}, indent=1)
 
     @staticmethod
-    def from_json(text: str, graphs: Mapping[str, str] | None = None) -> Record:
-        """Rebuild a record.
+    def from_json(
+        text: str, graphs: Mapping[str, str] | None = None, where: str = "record"
+    ) -> Record:
+        """Rebuild a record; fields that an older STOF did not write are empty.
 
+        Args:
+            text: of record.json. graphs: stage -> text. where: names the record in errors.
         Raises:
             StofPlanError: the text is no record of this version.
         """
         try:
             body = json.loads(text)
-            if body.pop("format") != FORMAT:
-                raise StofPlanError("the record was written by another version of STOF; dump again")
+            found = body.pop("format")
+            strange = sorted(set(body) - {f.name for f in dataclasses.fields(Record)})
+            strange = [name for name in strange if name != "changes_function"]
+            if found != FORMAT or strange:
+                what = f"unknown fields {strange}" if found == FORMAT else f"format {found!r}"
+                made = dict(body.get("versions") or {}).get("stof-compile", "unknown")
+                raise StofPlanError(
+                    f"{where}: the record was written by another version of STOF ({what}, "
+                    f"stof-compile {made}); this one reads format {FORMAT}: read it with the STOF "
+                    "that wrote it, or dump again"
+                )
             body.pop("changes_function", None)
             sites = [SiteRecord.from_dict(site) for site in body.pop("sites")]
             chains = [ChainPlan.from_dict(chain) for chain in body.pop("chains")]
@@ -145,7 +162,10 @@ class Record:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, StofPlanError):
                 raise
-            raise StofPlanError(f"not a record of STOF ({error!r}); dump again") from error
+            raise StofPlanError(
+                f"{where}: not a record of STOF ({error!r}): it is damaged or something else; "
+                "restore the file or dump again"
+            ) from error
 
     def summary(self) -> str:
         """The record for people: one line per site, then decisions, misses and fallbacks."""
@@ -221,18 +241,34 @@ def read_dump(dump_dir: Path) -> list[Record]:
     Raises:
         StofPlanError: a record is malformed.
     """
+    return [read_record(folder) for folder in dump_folders(dump_dir)]
+
+
+def dump_folders(dump_dir: Path) -> list[Path]:
+    """The folders of single graphs in a dump, in order; itself where it is one."""
     dump_dir = Path(dump_dir)
-    folders = [dump_dir] if (dump_dir / "record.json").is_file() else _graph_folders(dump_dir)
-    records = []
-    for folder in folders:
+    return [dump_dir] if (dump_dir / "record.json").is_file() else _graph_folders(dump_dir)
+
+
+def read_record(folder: Path) -> Record:
+    """Read the folder of one graph.
+
+    Raises:
+        StofPlanError: it cannot be read or is malformed.
+    """
+    file = folder / "record.json"
+    try:
         graphs = {
             stage: (folder / f"{stage}.py").read_text(encoding="utf-8")
             for stage in STAGES
             if (folder / f"{stage}.py").is_file()
         }
-        text = (folder / "record.json").read_text(encoding="utf-8")
-        records.append(Record.from_json(text, graphs))
-    return records
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StofPlanError(
+            f"{folder}: cannot be read ({error}); restore the file or dump again"
+        ) from error
+    return Record.from_json(text, graphs, where=str(file))
 
 
 # -- text -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ needs them.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from stof_compile.launchers import load_launcher
 from stof_compile.masks.fragments import from_fragments
+from stof_compile.masks.key_lists import key_lists
 
-# Positions of q, k, v and bias among the operators' arguments, for the gradient.
+# Positions of arguments of the operators, for the gradient.
 _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
-# Positions of num_stages, hopper and heavy_rows in a BlockConfig.
-_STAGES, _HOPPER, _HEAVY_ROWS = 3, 9, 10
+_RETURN_LSE, _KEY_PTR = 17, 18
+# Positions of num_stages, tf32, hopper and heavy_rows in a BlockConfig, and of tf32 in a RowConfig.
+_STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _TF32_OF_ROWS = 3, 8, 9, 10, 6
 
 
 @torch.library.triton_op("stof::attention_block", mutates_args=())
@@ -40,11 +43,14 @@ def attention_block(
     band: Sequence[int],
     config: Sequence[int],
     return_lse: bool,
+    key_ptr: Tensor | None = None,
+    key_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the block-wise kernel; see ``attention_block_forward`` in kernels/.
 
-    A config with ``hopper`` set runs ``attention_hopper``; ``bitmap`` then holds the mask's
-    fragments.
+    ``key_ptr`` and ``key_tiles`` are ``BlockMask.key_lists``: given with ``return_lse``, gradients
+    come from the kernels that walk them, else from the reference formula. A config with ``hopper``
+    set runs ``attention_hopper``; ``bitmap`` then holds the mask's fragments.
     """
     if hopper_programs(config):
         if key_keep is not None or bias is not None or softcap != 0:
@@ -80,8 +86,13 @@ def attention_row(
     band: Sequence[int],
     config: Sequence[int],
     return_lse: bool,
+    key_ptr: Tensor | None = None,
+    key_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the row-wise kernel; see ``attention_row_forward`` in kernels/."""
+    """Attend with the row-wise kernel; see ``attention_row_forward`` in kernels/.
+
+    ``key_ptr`` and ``key_tiles`` as in ``attention_block``.
+    """
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
     return _launcher("stof::attention_row")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
@@ -155,14 +166,34 @@ def attention_backward(
     block_q: int,
     block_k: int,
     bias_grad: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    key_ptr: Tensor | None = None,
+    key_tiles: Tensor | None = None,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias or [0]) by the reference formula in strips of query rows.
+    """Gradients (dq, dk, dv, dbias or [0]) of every attention operator over a block mask.
 
-    Opaque, on any device: the strips read the tile lists, whose values no trace may need.
+    On a GPU that of q, k and v by the kernels of ``attention_backward.py``, given what the forward
+    pass returned (``out``, ``lse``); elsewhere, and where the gradient of a bias is wanted, by the
+    reference formula in strips of query rows. Opaque: the strips read the tile lists, whose values
+    no trace may need.
     """
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+    if _kernels_serve(q, v, block_q, block_k, bias_grad, out, lse):
+        from stof_compile.kernels.attention_backward import attention_backward_blockwise
+
+        assert out is not None and lse is not None, "the kernels serve only what kept both"
+        if key_ptr is None or key_tiles is None:
+            rows, cols = -(-q.shape[2] // block_q), -(-k.shape[2] // block_k)
+            key_ptr, key_tiles = key_lists(row_ptr, full_start, col_idx, bitmap_id, rows, cols)
+        gradients = attention_backward_blockwise(
+            grad_out, grad_lse, q, k, v, out, lse, mask, key_ptr, key_tiles, key_keep, bias, scale,
+            softcap, q_offset, band, block_q, block_k, tf32,
+        )  # fmt: skip
+        return *gradients, q.new_empty(0)
     from stof_compile.kernels import reference
 
-    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
     keep_rows = reference.tile_keep_rows(
         mask, block_q, block_k, q.shape[2], k.shape[2], q_offset, band
     )
@@ -175,8 +206,25 @@ def attention_backward(
 @attention_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     _, _, q, k, v = arguments[:5]
-    bias, bias_grad = arguments[13], arguments[-1]
+    bias, bias_grad = arguments[13], arguments[20]
     return fake_gradients(q, k, v, bias if bias_grad else None)
+
+
+def _kernels_serve(
+    q: Tensor,
+    v: Tensor,
+    block_q: int,
+    block_k: int,
+    bias_grad: bool,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> bool:
+    """Whether the backward kernels give these gradients."""
+    if not q.is_cuda or bias_grad or out is None:
+        return False
+    from stof_compile.kernels.attention_backward import backward_refusal
+
+    return backward_refusal(q, v, block_q, block_k, lse) is None
 
 
 def fake_attention(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -195,24 +243,53 @@ def fake_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tupl
 
 def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Keep the inputs of an attention operator over a block mask for its gradient."""
-    ctx.save_for_backward(*inputs[: _BIAS + 1])
+    _save(ctx, inputs, (None, None, None, None))
+
+
+def _save_with_results(ctx: Any, inputs: tuple[Any, ...], output: Any, tf32: int) -> None:
+    """Keep the results too, and the lists by column: the backward kernels read them.
+
+    Lists are given where a trial has found the gradients of the kernels right; without them the
+    reference formula is used. ``tf32`` is the position of that flag in the operator's config.
+    """
+    out, lse = output
+    ours = inputs[_RETURN_LSE] and len(inputs) > _KEY_PTR and inputs[_KEY_PTR] is not None
+    results = (out, lse) if ours else (None, None)
+    _save(ctx, inputs, (*results, *inputs[_KEY_PTR : _KEY_PTR + 2]))
+    ctx.tf32 = any(ctx.config[tf32 : tf32 + 1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> None:
+    ctx.save_for_backward(*inputs[: _BIAS + 1], *results)
     ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, ctx.config = inputs[_BIAS + 1 : _BIAS + 6]
     ctx.inputs = len(inputs)
-    ctx.return_lse = inputs[_BIAS + 6]
+    ctx.return_lse = inputs[_RETURN_LSE]
+    ctx.tf32 = False
+    # else a result that nothing uses has a gradient of zeros, which would be read
+    ctx.set_materialize_grads(False)
 
 
-def attention_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def attention_gradient(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Any, ...]:
     """Gradient of every attention operator over a block mask, for its q, k, v and bias."""
-    saved = list(ctx.saved_tensors)
+    saved, results = list(ctx.saved_tensors[: _BIAS + 1]), ctx.saved_tensors[_BIAS + 1 :]
+    gradients: list[Tensor | None] = [None] * ctx.inputs
+    if not ctx.return_lse:
+        grad_lse = None
+    if grad_out is None:
+        if grad_lse is None:
+            return tuple(gradients)
+        q, v = saved[_Q], saved[_V]
+        grad_out = q.new_zeros((*q.shape[:3], v.shape[3]))
     if saved[_BITMAP].dtype == torch.int32:
         saved[_BITMAP] = from_fragments(saved[_BITMAP])
     block_q, block_k = ctx.config[:2]
     bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     dq, dk, dv, dbias = torch.ops.stof.attention_backward(
-        grad_out, grad_lse if ctx.return_lse else None, *saved,
-        ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, block_q, block_k, bias_grad,
+        grad_out, grad_lse, *saved, ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, block_q,
+        block_k, bias_grad, *results, ctx.tf32,
     )  # fmt: skip
-    gradients: list[Tensor | None] = [None] * ctx.inputs
     gradients[_Q], gradients[_K], gradients[_V] = dq, dk, dv
     gradients[_BIAS] = dbias if bias_grad else None
     return tuple(gradients)
@@ -232,11 +309,13 @@ def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         if q.is_cuda:
             _launcher(operator)
-        return fake_attention(q, v, rest[-1])
+        return fake_attention(q, v, rest[_RETURN_LSE - 3])
 
     return fake
 
 
-for _operator in (attention_block, attention_row):
+for _operator, _flag in ((attention_block, _TF32), (attention_row, _TF32_OF_ROWS)):
     _operator.register_fake(_fake(_operator._qualname))
-    _operator.register_autograd(attention_gradient, setup_context=save_attention)
+    _operator.register_autograd(
+        attention_gradient, setup_context=partial(_save_with_results, tf32=_flag)
+    )

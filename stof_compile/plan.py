@@ -90,6 +90,9 @@ class SegmentPlan:
         config: (dimension, value) pairs of the template, sorted.
         median_us: microseconds of one call where it was measured, None otherwise.
         library_us: microseconds of the same ops under Inductor, None where not measured.
+        flops, nbytes: what one call computes and has to move at least; 0 = not known.
+        trials: (template and config in words, microseconds) of the fastest candidates measured;
+            None = it failed. measured: how many there were.
     """
 
     start: int
@@ -98,12 +101,39 @@ class SegmentPlan:
     config: tuple[tuple[str, int | float | str | bool], ...] = ()
     median_us: float | None = None
     library_us: float | None = None
+    flops: int = 0
+    nbytes: int = 0
+    trials: tuple[tuple[str, float | None], ...] = ()
+    measured: int = 0
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> SegmentPlan:
         """Rebuild a segment from its JSON form."""
         config = tuple(sorted((str(k), v) for k, v in data["config"]))
-        return SegmentPlan(**{**data, "config": config})
+        trials = tuple((str(words), us) for words, us in data.get("trials", ()))
+        return SegmentPlan(**{**data, "config": config, "trials": trials})
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """One step that the search of a scheme tried.
+
+    Args:
+        name: ``expand`` | ``seize`` | ``compete``.
+        before, after: codes of the schemes in hexadecimal.
+        before_us, after_us: time of the segments it touches in either scheme; None where that was
+            not measured, or no kernel ran them.
+        outcome: ``kept`` | ``rolled back`` | ``illegal``.
+        reason: why it is illegal; empty otherwise.
+    """
+
+    name: str
+    before: str
+    after: str
+    before_us: float | None = None
+    after_us: float | None = None
+    outcome: str = "rolled back"
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,6 +150,8 @@ class ChainPlan:
         initial_us, final_us: time of the initial scheme and of this one, None where not measured.
         reason: one sentence for people.
         unfinished_s: the time budget that ended before the search did; 0 where the search ended.
+        moves: what the search of the scheme tried, in order; every kept one, the first of others.
+        moves_left_out: how many moves are not in that list.
     """
 
     kinds: tuple[str, ...]
@@ -132,6 +164,13 @@ class ChainPlan:
     final_us: float | None = None
     reason: str = ""
     unfinished_s: float = 0.0
+    moves: tuple[MovePlan, ...] = ()
+    moves_left_out: int = 0
+
+    def choice(self) -> ChainPlan:
+        """The same without the path of the search: all that following it takes."""
+        segments = tuple(replace(segment, trials=()) for segment in self.segments)
+        return replace(self, segments=segments, moves=(), moves_left_out=0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -141,7 +180,9 @@ class ChainPlan:
     def from_dict(data: dict[str, Any]) -> ChainPlan:
         """Rebuild a chain from its JSON form."""
         segments = tuple(SegmentPlan.from_dict(segment) for segment in data["segments"])
-        return ChainPlan(**{**data, "kinds": tuple(data["kinds"]), "segments": segments})
+        moves = tuple(MovePlan(**move) for move in data.get("moves", ()))
+        kinds = tuple(data["kinds"])
+        return ChainPlan(**{**data, "kinds": kinds, "segments": segments, "moves": moves})
 
 
 @dataclass(frozen=True)
@@ -215,7 +256,7 @@ class Plan:
             "environment": self.environment,
             "fusion": self.fusion,
             "attention": {key: plan.to_dict() for key, plan in sorted(self.attention.items())},
-            "chains": {key: plan.to_dict() for key, plan in sorted(self.chains.items())},
+            "chains": {key: plan.choice().to_dict() for key, plan in sorted(self.chains.items())},
             "packs": {key: plan.to_dict() for key, plan in sorted(self.packs.items())},
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stof_compile.attention.site import NearMiss
 from stof_compile.attention.site_report import SiteReport
@@ -32,9 +33,21 @@ def record_near_misses(near_misses: Sequence[NearMiss], opts: StofOptions, recor
 def record_sites(reports: Sequence[SiteReport], record: Record) -> None:
     """Note every site; one that was not rewritten is a fallback."""
     for report in reports:
-        record.sites.append(_site_record(report))
+        record.sites.append(replace(_site_record(report), picture=_picture(report, record)))
         if report.status != "rewritten":
             record.add_fallback(report.name, report.reason)
+
+
+def _picture(report: SiteReport, record: Record) -> str:
+    """The name of its mask's picture in the record; equal masks share one."""
+    if not report.tiles:
+        return ""
+    for name, tiles in record.pictures.items():
+        if tiles == report.tiles:
+            return name
+    name = f"mask_{len(record.pictures)}"
+    record.pictures[name] = report.tiles
+    return name
 
 
 def _site_record(report: SiteReport) -> SiteRecord:

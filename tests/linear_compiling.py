@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiling import Needs, needs
+from compiling import Needs, compile_source, needs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -82,7 +82,7 @@ def compile_launch(launch: Launch, target: int) -> Any:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return compile_source(source, GPUTarget("cuda", target, 32), options)
 
 
 def launch_needs(launch: Launch, target: int) -> Needs:

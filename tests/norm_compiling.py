@@ -4,8 +4,7 @@ Their types and constants are given; ``linear_compiling`` takes them from a laun
 """
 
 import torch
-import triton
-from compiling import needs
+from compiling import compile_source, needs
 from linear_compiling import written_arguments
 from norm_recipes import NAMES
 from stof_compile.kernels.limits import shared_memory_limit
@@ -26,10 +25,8 @@ def needed_by(kernel, target, types, constants, num_warps, num_stages=1):
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", target, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )  # fmt: skip
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = compile_source(source, GPUTarget("cuda", target, 32), options)
     return compiled, needs(compiled, target)
 
 

@@ -38,16 +38,24 @@ class KernelCall:
     run: Attend
 
 
-def bind_kernel(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
+def bind_kernel(
+    problem: AttentionProblem,
+    kernel: str,
+    config: tuple[int, ...],
+    *,
+    own_gradients: bool = True,
+) -> KernelCall:
     """Bind a kernel and its config to a problem.
 
+    Args:
+        own_gradients: whether gradients may come from kernels; else from the reference formula.
     Raises:
         StofUnsupportedError: unknown kernel name for this device.
     """
     if kernel == "sdpa":
         return _bind_cudnn(problem) if config == CUDNN else _bind_sdpa(problem)
     if kernel in ("block", "row"):
-        return _bind_sparse(problem, kernel, config)
+        return _bind_sparse(problem, kernel, config, own_gradients)
     if kernel in ("flex", "gather"):
         return _bind_cpu(problem, kernel, config)
     raise StofUnsupportedError(f"no attention kernel is called {kernel!r}")
@@ -85,12 +93,20 @@ def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str
     return {f"{stem}_{name}": array for name, array in mask_arrays(block_mask, config).items()}
 
 
+def _list_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
+    """The tile lists by column, by name, for a call whose gradients the kernels give."""
+    stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+    return dict(zip((f"{stem}_key_ptr", f"{stem}_key_tiles"), block_mask.key_lists, strict=True))
+
+
 def _band(block_mask: BlockMask) -> list[int]:
     rule = block_mask.band
     return [] if rule is None else [rule.lo, rule.hi, rule.global_q, rule.global_k, rule.cap]
 
 
-def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
+def _bind_sparse(
+    problem: AttentionProblem, kernel: str, config: tuple[int, ...], own_gradients: bool
+) -> KernelCall:
     op = (
         torch.ops.stof.attention_block.default
         if kernel == "block"
@@ -104,6 +120,10 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
         config = honest_config(block_mask, config)
     buffers = _mask_buffers(block_mask, config if kernel == "block" else ())
     names, band = tuple(buffers), _band(block_mask)
+    # the reference formula gives the gradient of a bias and needs neither lists nor log-sum-exp
+    kernels_backward = own_gradients and problem.training and not problem.bias_grad
+    lists = _list_buffers(block_mask) if kernels_backward else {}
+    buffers |= lists
 
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
         mask = [held[name] for name in names]
@@ -119,7 +139,8 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
             problem.q_offset,
             band,
             list(config),
-            False,
+            kernels_backward,
+            *(held[name] for name in lists),
         )[0]
 
     return KernelCall(buffers, run)

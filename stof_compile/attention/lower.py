@@ -157,17 +157,24 @@ def _lower_static(
             report.reason = f"SDPA was chosen and is already there ({choice.reason})"
             return ""
         try:
-            call = bind_kernel(problem, choice.kernel, choice.config)
+            call = _bound(problem, choice)
         except StofUnsupportedError as refusal:
             return str(refusal)
     _put(gm, site, call, parts, choice, report)
     return ""
 
 
+def _bound(problem: AttentionProblem, choice: AttentionPlan) -> KernelCall:
+    """The call of a choice; its gradients come from kernels where a trial has checked them."""
+    checked = choice.source in ("measured", "store", "plan")
+    return bind_kernel(problem, choice.kernel, choice.config, own_gradients=checked)
+
+
 def _choice(problem: AttentionProblem, ctx: LoweringContext, report: SiteReport) -> AttentionPlan:
     report.static_mask = "" if problem.spec is None else repr(problem.spec)
     report.key = problem.key
-    report.statistics = {} if problem.spec is None else dict(problem.statistics)
+    if problem.spec is not None:
+        report.statistics, report.tiles = dict(problem.statistics), problem.tile_map
     choice = ctx.choices.get(problem.key)
     if choice is None:
         choice = choose(problem, ctx.options, ctx.store, ctx.budget, ctx.plan)
@@ -209,7 +216,7 @@ def _lower_nested(
             problem = attention_problem(nested.site, parts, nested.spec, nested.offset, ctx.facts)
             choice = _choice(problem, ctx, report)
             try:
-                call = bind_kernel(problem, choice.kernel, choice.config)
+                call = _bound(problem, choice)
             except StofUnsupportedError as refusal:
                 nested = str(refusal)
     if not isinstance(nested, str):

@@ -67,6 +67,7 @@ class AttentionProblem:
         padding: a ``key_keep [B, K]`` is given at run time.
         bias: meta of the additive bias, None for none.
         training: gradients are wanted, so forward and backward are timed together.
+        bias_grad: that of the bias too.
         allow_tf32: fp32 products may use TF32.
     """
 
@@ -81,6 +82,7 @@ class AttentionProblem:
     padding: bool = False
     bias: TensorMeta | None = None
     training: bool = False
+    bias_grad: bool = False
     allow_tf32: bool = False
 
     @property
@@ -143,6 +145,12 @@ class AttentionProblem:
         edge = STATISTICS_BLOCK.get(self.device.type, 64)
         return self.block_mask((edge, edge)).statistics()
 
+    @property
+    def tile_map(self) -> dict[str, Any]:
+        """Picture of the mask on the same tile, see :mod:`stof_compile.masks.tile_map`."""
+        edge = STATISTICS_BLOCK.get(self.device.type, 64)
+        return self.block_mask((edge, edge)).tile_map
+
     @cached_property
     def key(self) -> str:
         """Stable hash of everything that may change which kernel wins, and of nothing else."""
@@ -158,7 +166,8 @@ class AttentionProblem:
             "bias": None
             if self.bias is None
             else [self.bias.shape, self.bias.stride, str(self.bias.dtype)],
-            "training": self.training,
+            # not True, as before the backward kernels: what was measured then has to be again
+            "training": ("bias" if self.bias_grad else "kernels") if self.training else False,
             "tf32": self.allow_tf32,
             "causal_only": self.causal_only,
             "unmasked": self.spec is None,

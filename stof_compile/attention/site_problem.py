@@ -37,6 +37,7 @@ def attention_problem(
         k = k.transpose(-2, -1)
     bias = None if parts.bias is None else TensorMeta.of(parts.bias.meta["example_value"])
     training = facts.grad_enabled and any(t.requires_grad for t in (q, k, v))
+    learned = parts.bias is not None and parts.bias.meta["example_value"].requires_grad
     return AttentionProblem(
         q=TensorMeta.of(q),
         k=TensorMeta.of(k),
@@ -49,6 +50,7 @@ def attention_problem(
         padding=parts.padding is not None,
         bias=bias,
         training=training,
+        bias_grad=training and learned,
         allow_tf32=torch.backends.cuda.matmul.allow_tf32,
     )
 

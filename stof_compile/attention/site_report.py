@@ -26,6 +26,7 @@ class SiteReport:
         shape: sizes and dtype, for people.
         statistics: of the block mask. choice: the decision with its candidates; key: of its
             problem.
+        tiles: picture of the static mask (``masks.tile_map``), empty where there is none.
         folded: buffers of the model whose present contents went into the static mask.
     """
 
@@ -44,6 +45,7 @@ class SiteReport:
     statistics: dict[str, Any] = field(default_factory=dict)
     choice: AttentionPlan | None = None
     key: str = ""
+    tiles: dict[str, Any] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
 
     @property

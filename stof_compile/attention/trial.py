@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from stof_compile.plan import Candidate
 logger = logging.getLogger("stof_compile")
 
 COMPILE_THREADS = 6
+OWN_GRADIENTS = ("block", "row")  # kernels with a backward pass of ours
+GRADIENT_SCALE = 4.0  # on the tolerance: gradients are sums of products of rounded results
 GATE_ROWS = (
     256  # query rows a candidate is checked on against fp64, in the first and the last plane
 )
@@ -37,6 +40,10 @@ def measure_candidate(
             return Candidate(
                 kernel, config, "failed", reason="output differs from the fp64 reference"
             )
+        ours = kernel in OWN_GRADIENTS and problem.training and not problem.bias_grad
+        if ours and not _gradients_agree(problem, call, sets[0], generator):
+            reason = "gradients differ from the fp64 reference"
+            return Candidate(kernel, config, "failed", reason=reason)
         timing = time_callable(_timed(problem, call), sets, problem.device)
     except StofUnsupportedError as refusal:
         return Candidate(kernel, config, "refused", reason=str(refusal))
@@ -89,8 +96,10 @@ def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
 
     def forward_backward(q: Any, k: Any, v: Any, key_keep: Any, bias: Any) -> Any:
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out = call.run(leaves[0], leaves[1], leaves[2], key_keep, bias, call.buffers)
+            wanted = (q, k, v, bias) if problem.bias_grad else (q, k, v)
+            leaves = [t.detach().requires_grad_() for t in wanted]
+            added = leaves[3] if problem.bias_grad else bias
+            out = call.run(leaves[0], leaves[1], leaves[2], key_keep, added, call.buffers)
             return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     return forward_backward
@@ -140,6 +149,73 @@ def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) 
             return None
         worst = max(worst, report.max_rel)
     return worst
+
+
+def _gradients_agree(
+    problem: AttentionProblem,
+    call: KernelCall,
+    inputs: tuple[Any, ...],
+    generator: torch.Generator,
+) -> bool:
+    """Whether the gradients of q, k and v are those of the reference formula in fp64, for the
+    first and the last key head and its queries."""
+    from stof_compile.kernels.reference import attention_backward_reference, strip_rows
+
+    q, k, v, key_keep, bias = inputs
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = call.run(*leaves, key_keep, bias, call.buffers)
+        # as a reader of the next layer would give it: of the same kind as the output
+        wanted = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        wanted.normal_(generator=generator)
+        gradients = torch.autograd.grad(out, leaves, wanted)
+    kv_heads, device = problem.k.shape[1], problem.device
+    group = problem.heads // kv_heads
+    keys = torch.arange(problem.k_len, device=device)
+    for b, head in sorted({(0, 0), (problem.batch - 1, kv_heads - 1)}):
+        batch, heads = slice(b, b + 1), slice(head * group, (head + 1) * group)
+        keep_rows = partial(_kept, problem, b, torch.arange(problem.heads, device=device)[heads])
+        whole_bias = None
+        if bias is not None:
+            whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
+            whole_bias = whole[batch, heads]
+        queries = q[batch, heads].double()
+        places = ((batch, heads), *[(batch, slice(head, head + 1))] * 2)
+        expected = attention_backward_reference(
+            wanted[batch, heads].double(),
+            None,
+            queries,
+            *(t[place].double() for t, place in zip((k, v), places[1:], strict=True)),
+            lambda first, last, keep_rows=keep_rows: keep_rows(first, last, keys),
+            None if key_keep is None else key_keep[batch],
+            whole_bias,
+            problem.scale,
+            problem.softcap,
+            strip=strip_rows(queries, problem.k_len, 1),
+        )
+        for found, reference, place in zip(gradients, expected, places, strict=False):
+            dtype = problem.q.dtype
+            if not check_close(found[place], reference, dtype, scale=GRADIENT_SCALE).ok:
+                return False
+    return True
+
+
+def _kept(
+    problem: AttentionProblem,
+    b: int,
+    heads: torch.Tensor,
+    first: int,
+    last: int,
+    keys: torch.Tensor,
+) -> torch.Tensor | None:
+    """The mask of some query rows and heads, [1, heads, rows, K]; None for all kept."""
+    if problem.spec is None:
+        return None
+    spec = problem.spec.bind(problem.q_len, problem.k_len, problem.q_offset, keys.device)
+    rows = torch.arange(first, last, device=keys.device) + problem.q_offset
+    plane = torch.tensor(b, device=keys.device)
+    keep = spec.keep(plane, heads[:, None, None], rows[:, None], keys[None, :])
+    return keep.expand(heads.numel(), last - first, keys.numel())[None]
 
 
 def compile_together(

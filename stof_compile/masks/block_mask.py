@@ -17,6 +17,7 @@ from stof_compile.masks import bitmap
 from stof_compile.masks.assemble import Storage, assemble
 from stof_compile.masks.bands import BandRule
 from stof_compile.masks.fragments import to_fragments
+from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.spec import MaskSpec, digest
 
 
@@ -106,6 +107,17 @@ class BlockMask:
             )
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             return to_fragments(self.bitmap)
+
+    @cached_property
+    def key_lists(self) -> tuple[Tensor, Tensor]:
+        """The tile lists by column, (key_ptr, key_tiles), for the gradients of k and v; see
+        `masks.key_lists`. Not to be made while a CUDA stream is capturing: the host waits."""
+        lists = (self.row_ptr, self.full_start, self.col_idx, self.bitmap_id)
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            made = key_lists(*lists, self.rows, self.cols)
+        if self.device.type == "cuda":  # then any stream may read them
+            torch.cuda.current_stream(self.device).synchronize()
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -216,6 +228,13 @@ class BlockMask:
             "is_band": self.is_band,
             "nbytes": self.nbytes,
         }
+
+    @cached_property
+    def tile_map(self) -> dict[str, Any]:
+        """A small picture of the first plane as plain data."""
+        from stof_compile.masks.tile_map import tile_map
+
+        return tile_map(self)
 
     @cached_property
     def is_band(self) -> bool:

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.scheme import Scheme
-from stof_compile.plan import ChainPlan, SegmentPlan
+from stof_compile.plan import ChainPlan, MovePlan, SegmentPlan
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
-from stof_compile.search.draw import draw_candidates
+from stof_compile.search.draw import draw_candidates, within_reach
 from stof_compile.search.initial import initial_scheme
 from stof_compile.search.learned import Learned
 from stof_compile.search.segments import ChainSegments, Span, finite
-from stof_compile.search.stage1 import SAMPLES, search_scheme
+from stof_compile.search.stage1 import SAMPLES, MoveRecord, search_scheme
 from stof_compile.search.stage2 import sample_configs
 from stof_compile.templates.space import near
 
@@ -23,6 +23,8 @@ AHEAD_OPS = 3  # ops of a segment that is compiled before stage 1 asks for it
 SINGLE_SAMPLES = (
     3  # of an op left single: the library is among them, and stage 2 tunes it if it stays
 )
+MAX_MOVES = 64  # told in the plan of a chain
+MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 
 
@@ -39,6 +41,7 @@ class ChainSearch:
         self._drawn: dict[Span, list[Candidate]] = {}
         self._learned = Learned(self.ctx.store)
         self._samples = SAMPLES
+        self._moves: list[MoveRecord] = []
 
     def by_rules(self) -> ChainPlan:
         """The initial scheme as it is."""
@@ -88,9 +91,11 @@ class ChainSearch:
             reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
         plan = self._plan(first, choices, "measured", reason)
         unfinished_s = ctx.budget_s if ctx.budget.spent else 0.0
+        moves = told_moves(self._moves)
         return replace(
             plan, initial=initial.hex, initial_us=initial_us, final_us=final_us,
-            unfinished_s=unfinished_s,
+            unfinished_s=unfinished_s, moves=moves, moves_left_out=len(self._moves) - len(moves),
+            segments=tuple(self._with_trials(segment) for segment in plan.segments),
         )  # fmt: skip
 
     def difference(self, plan: ChainPlan) -> str:
@@ -110,7 +115,7 @@ class ChainSearch:
             if reason:
                 return reason
             wanted = candidate_of(segment.template, dict(segment.config))
-            if wanted not in self._at.space(place):
+            if not self._at.offers(place, wanted):
                 return f"template {segment.template} has no config {dict(segment.config)} here"
         return ""
 
@@ -147,6 +152,7 @@ class ChainSearch:
                 budget=ctx.budget, samples=self._samples,
             )  # fmt: skip
             found.append(result.scheme)
+            self._moves += result.moves
         return min(found, key=self._at.known_cost) if found else initial
 
     def _stage2(self, scheme: Scheme) -> dict[Span, Candidate | None]:
@@ -181,8 +187,13 @@ class ChainSearch:
         return prepare
 
     def _stage2_space(self, place: Span) -> list[Candidate]:
-        """All candidates; where the like was learned elsewhere, those near it."""
-        space = self._at.space(place)
+        """Candidates of templates within reach; where the like was learned, those near it."""
+        best = self._at.best_cost(place)
+        space = within_reach(
+            self._at.space(place),
+            best if math.isfinite(best) else None,
+            lambda c: self._at.cost_if_known(place, c),
+        )
         learned = self._learned.config(self._at.segment_fingerprint(place), space)
         if learned is None:
             return space
@@ -244,16 +255,60 @@ class ChainSearch:
     ) -> ChainPlan:
         segments = []
         for place, choice in zip(scheme.segments, choices, strict=True):
-            candidate = choice or Candidate(LIBRARY)
-            timed = isinstance(self._at.recipe(place), Recipe)
-            cost = self._at.cost_if_known(place, candidate) if timed else None
-            library = self._at.library_cost(place) if timed else None
+            candidate, recipe = choice or Candidate(LIBRARY), self._at.recipe(place)
+            cost = library = None
+            flops = nbytes = 0
+            if isinstance(recipe, Recipe):
+                cost = finite(self._at.cost_if_known(place, candidate))
+                library = self._at.library_cost(place)
+                flops, nbytes = recipe.flops, recipe.nbytes
             segments.append(
-                SegmentPlan(*place, candidate.template, candidate.config, finite(cost), library)
+                SegmentPlan(
+                    *place, candidate.template, candidate.config, cost, library, flops, nbytes
+                )
             )
         return ChainPlan(
             self._at.kinds, scheme.hex, scheme.hex, tuple(segments), source, reason=reason
         )
+
+    def _with_trials(self, segment: SegmentPlan) -> SegmentPlan:
+        """The segment with the fastest of the candidates that were measured for it."""
+        place = (segment.start, segment.stop)
+        if not isinstance(self._at.recipe(place), Recipe):
+            return segment
+        timed = [(c, self._at.cost_if_known(place, c)) for c in self._at.space(place)]
+        known = sorted(((us, c) for c, us in timed if us is not None), key=lambda pair: pair[0])
+        trials = tuple((_words(c), finite(us)) for us, c in known[:MAX_TRIALS])
+        return replace(segment, trials=trials, measured=len(known))
+
+
+def told_moves(moves: Sequence[MoveRecord], most: int = MAX_MOVES) -> tuple[MovePlan, ...]:
+    """Moves as a plan tells them: all kept ones, then measured ones, then others, in their order.
+
+    Args:
+        moves: of the searches from all starts. most: moves told, unless more were kept.
+    """
+    rank = {"kept": 0, "rolled back": 1}
+    order = sorted(range(len(moves)), key=lambda i: (rank.get(moves[i].outcome, 2), i))
+    kept = sum(move.outcome == "kept" for move in moves)
+    told = sorted(order[: max(most, kept)])
+    return tuple(
+        MovePlan(
+            move.name,
+            move.before,
+            move.after,
+            finite(move.before_us),
+            finite(move.after_us),
+            move.outcome,
+            move.reason,
+        )
+        for move in (moves[i] for i in told)
+    )
+
+
+def _words(candidate: Candidate) -> str:
+    config = ", ".join(f"{name}={value}" for name, value in candidate.config)
+    return f"{candidate.template} {config}".strip()
 
 
 def fits(code: str, ops: int) -> bool:

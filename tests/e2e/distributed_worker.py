@@ -1,14 +1,19 @@
-"""One rank of test_distributed.py: ``python distributed_worker.py case rank folder``."""
+"""One rank of test_distributed.py: ``python distributed_worker.py case,case rank folder``.
+
+Cases run one after the other in one process, each in a process group of its own: starting a
+process takes longer than most of them.
+"""
 
 import contextlib
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from models import BATCH, LENGTH, hf_bert
-from running import assert_same, masked, without_inductor
+from running import assert_same, masked, without_flex, without_inductor
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +21,7 @@ import stof_compile.backend as backend
 from stof_compile import explain, masks
 
 MASK = masks.longformer(4, 2)
+QUICK = {"tune_budget_s": 0, "attention": "gather"}
 
 
 def inputs_of(rank):
@@ -42,7 +48,7 @@ def compare(ours, reference):
         assert error <= 3e-4, f"{name}: {error:.1e}"
 
 
-def ddp(rank, folder, mask, bucket_mb, options):
+def check_ddp(rank, folder, mask, bucket_mb, options):
     """Gradients equal those of eager DDP; the ranks take the same kernels."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -62,6 +68,21 @@ def ddp(rank, folder, mask, bucket_mb, options):
     return fast
 
 
+def ddp(rank, folder):
+    check_ddp(rank, folder, None, 25, {"tune_budget_s": 30})
+
+
+def ddp_mask(rank, folder):
+    check_ddp(rank, folder, MASK, 25, {"tune_budget_s": 30})
+
+
+def ddp_split(rank, folder):
+    """Small buckets: DDPOptimizer cuts the graph."""
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 20_000):
+        fast = check_ddp(rank, folder, MASK, 0.05, QUICK)
+    assert len(explain(fast).graphs) > 1
+
+
 def fsdp(rank, folder):
     """fully_shard on every layer and the root."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -79,7 +100,7 @@ def fsdp(rank, folder):
     with masked(MASK):
         out, reference = step(model, model, inputs_of(rank))
     model = build()
-    options = {"mask": MASK, "tune_budget_s": 0, "attention": "gather"}
+    options = {"mask": MASK, **QUICK}
     for layer in model.encoder.layer:
         layer.compile(backend="stof", options=options)
     found, ours = step(model, model, inputs_of(rank))
@@ -121,7 +142,7 @@ def tensor_parallel(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     styles = {n: ColwiseParallel() for n in "qkv"} | {"out": RowwiseParallel()}
     model = parallelize_module(Block(), mesh, styles)
-    options = {"mask": MASK, "tune_budget_s": 0, "attention": "gather"}
+    options = {"mask": MASK, **QUICK}
     fast = torch.compile(model, backend="stof", options=options)
     found = fast(x)
     assert_same(found, expected)
@@ -131,30 +152,40 @@ def tensor_parallel(rank, folder):
     assert isinstance(model.q.weight, DTensor)
 
 
-def main(case, rank, folder):
-    rank, folder = int(rank), Path(folder)
+CASES = {
+    "ddp": ddp,
+    "ddp-mask": ddp_mask,
+    "ddp-split": ddp_split,
+    "fsdp": fsdp,
+    "tensor-parallel": tensor_parallel,
+}
+
+
+def main(cases, rank, folder):
     backend.compile_with_inductor = without_inductor
+    with without_flex():
+        run_all([(name, CASES[name]) for name in cases.split(",")], int(rank), Path(folder))
+
+
+def run_all(cases, rank, folder):
+    """Run (name, function) pairs, tell which one runs, and print OK at the end."""
+    for name, case in cases:
+        sys.stdout.write(f"{name}\n")
+        run(case, rank, folder / name)
+    sys.stdout.write("OK\n")
+
+
+def run(case, rank, folder):
+    folder.mkdir(exist_ok=True)
+    torch._dynamo.reset()
     store = dist.FileStore(str(folder / "rendezvous"), 2)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
-    quick = {"tune_budget_s": 0, "attention": "gather"}
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        if case == "ddp":
-            ddp(rank, folder, None, 25, {"tune_budget_s": 30})
-        elif case == "ddp-mask":
-            ddp(rank, folder, MASK, 25, {"tune_budget_s": 30})
-        elif case == "ddp-split":  # small buckets: DDPOptimizer cuts the graph
-            dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000
-            fast = ddp(rank, folder, MASK, 0.05, quick)
-            assert len(explain(fast).graphs) > 1
-        elif case == "fsdp":
-            fsdp(rank, folder)
-        else:
-            tensor_parallel(rank, folder)
+        case(rank, folder)
         dist.barrier()
-    sys.stdout.write("OK\n")
 
 
 if __name__ == "__main__":

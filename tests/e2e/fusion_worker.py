@@ -1,19 +1,17 @@
 """One rank of test_distributed_fusion.py: ``python fusion_worker.py case,case rank folder``.
 
-Cases run one after the other in one process, each in a process group of its own: starting a
-process takes longer than most of them.
+Cases run one after the other in one process, as those of distributed_worker.py.
 """
 
-import contextlib
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from distributed_worker import Block, run_all
 from models import hf_bert
-from running import assert_same, without_inductor
+from running import assert_same, without_flex, without_inductor
 from torch_templates import AnyRecipe, templates_win
 
 import stof_compile.backend as backend
@@ -46,7 +44,7 @@ def gathered(value):
 
 
 def compiled(rank, folder, **options):
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     model.eval()
     options = {"cache_dir": folder / str(rank), "tune_budget_s": 30, **options}
     fast = torch.compile(model, backend="stof", dynamic=False, options=options)
@@ -75,7 +73,7 @@ def graphs_of_their_own(rank, folder):
     """Ranks with different graphs, as in a pipeline, wait for nobody."""
     started = time.monotonic()
     with templates_win() as timed:
-        model, inputs = hf_bert("sdpa", False)
+        model, inputs = hf_bert("sdpa", False, layers=1)
         inputs = {name: value[:, : 8 + rank] for name, value in inputs.items()}
         options = {"cache_dir": folder / str(rank)}
         fast = torch.compile(model.eval(), backend="stof", dynamic=False, options=options)
@@ -130,7 +128,6 @@ def failing(rank, folder):
 
 def tensor_parallel(rank, folder):
     """Weights that are spread over ranks: nothing of the graph is run for timing."""
-    from distributed_worker import Block
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -166,23 +163,8 @@ def main(cases, rank, folder):
     backend.compile_with_inductor = verdict.compile_with_inductor = without_inductor
     verdict.time_in_turns = winners(rank)
     fuse.TEMPLATES = (AnyRecipe(),)
-    for case in cases.split(","):
-        sys.stdout.write(f"{case}\n")
-        run(CASES[case], rank, Path(folder) / case)
-    sys.stdout.write("OK\n")
-
-
-def run(case, rank, folder):
-    folder.mkdir(exist_ok=True)
-    torch._dynamo.reset()
-    store = dist.FileStore(str(folder / "rendezvous"), 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120)
-    )
-    with contextlib.ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        case(rank, folder)
-        dist.barrier()
+    with without_flex():
+        run_all([(name, CASES[name]) for name in cases.split(",")], rank, Path(folder))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def _text_inputs(padded: bool, side: str = "right") -> dict[str, Any]:
     return inputs
 
 
-def hf_bert(implementation: str, padded: bool) -> Built:
+def hf_bert(implementation: str, padded: bool, layers: int = 2) -> Built:
     """BERT encoder."""
     from transformers import BertConfig, BertModel
 
@@ -21,7 +21,7 @@ def hf_bert(implementation: str, padded: bool) -> Built:
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         intermediate_size=128,
         max_position_embeddings=64,
@@ -65,13 +65,13 @@ def hf_gpt2(implementation: str, padded: bool, layers: int = 2, **overrides: Any
     return GPT2Model(config).eval(), _text_inputs(padded)
 
 
-def _llama_config(implementation: str, **overrides: Any) -> Any:
+def _llama_config(implementation: str, layers: int = 2, **overrides: Any) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         intermediate_size=128,
@@ -81,12 +81,12 @@ def _llama_config(implementation: str, **overrides: Any) -> Any:
     )
 
 
-def hf_llama(implementation: str, padded: bool) -> Built:
+def hf_llama(implementation: str, padded: bool, layers: int = 2) -> Built:
     """LLaMA: RoPE, grouped query heads, no cache."""
     from transformers import LlamaModel
 
     torch.manual_seed(0)
-    model = LlamaModel(_llama_config(implementation, use_cache=False)).eval()
+    model = LlamaModel(_llama_config(implementation, layers, use_cache=False)).eval()
     return model, _text_inputs(padded, side="left")
 
 
@@ -112,7 +112,7 @@ def hf_llama_decode(implementation: str, static: bool) -> Built:
     return model, {"input_ids": ids[:, 10:], "past_key_values": cache}
 
 
-def hf_mistral(implementation: str, padded: bool) -> Built:
+def hf_mistral(implementation: str, padded: bool, layers: int = 2) -> Built:
     """Mistral: causal sliding window of 8."""
     from transformers import MistralConfig, MistralModel
 
@@ -120,7 +120,7 @@ def hf_mistral(implementation: str, padded: bool) -> Built:
     config = MistralConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         intermediate_size=128,
@@ -155,7 +155,7 @@ def hf_gemma2(padded: bool) -> Built:
     return Gemma2Model(config).eval(), _text_inputs(padded, side="left")
 
 
-def hf_t5(implementation: str, padded: bool) -> Built:
+def hf_t5(implementation: str, padded: bool, layers: int = 2) -> Built:
     """T5: encoder, decoder and cross-attention; a learned position bias; no scaling."""
     from transformers import T5Config, T5Model
 
@@ -165,7 +165,7 @@ def hf_t5(implementation: str, padded: bool) -> Built:
         d_model=HIDDEN,
         d_kv=16,
         d_ff=128,
-        num_layers=2,
+        num_layers=layers,
         num_heads=HEADS,
         attn_implementation=implementation,
         use_cache=False,

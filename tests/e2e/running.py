@@ -1,4 +1,4 @@
-"""What end-to-end tests share: eager references with a mask put in, and a compile without C++."""
+"""What end-to-end tests share: eager references with a mask put in, and compiles without C++."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stof_compile.attention import select
 from stof_compile.masks import MaskSpec
 
 NO_TIMING = {"tune_budget_s": 0, "attention": "gather", "strict": True}
@@ -21,6 +22,14 @@ def without_inductor(gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Cal
     from torch._dynamo.backends.debugging import aot_eager
 
     return aot_eager(gm, list(inputs))
+
+
+@contextmanager
+def without_flex() -> Iterator[None]:
+    """Attention on the CPU is measured without FlexAttention, which compiles C++ for each shape."""
+    kernels = tuple(name for name in select.KERNELS["cpu"] if name != "flex")
+    with mock.patch.dict(select.KERNELS, cpu=kernels):
+        yield
 
 
 def dense(spec: MaskSpec, q_len: int, k_len: int, batch: int = 1, heads: int = 1) -> Tensor:

@@ -306,7 +306,7 @@ def test_explain_modules_functions_and_graph_breaks(quick):
 
 @torch.no_grad()
 def test_a_dump_and_its_plan_replayed_without_trials(quick, tmp_path, monkeypatch):
-    model, inputs = hf_bert("sdpa", True)
+    model, inputs = hf_bert("sdpa", True, layers=1)
     measured = {
         "tune_budget_s": 30,
         "strict": True,

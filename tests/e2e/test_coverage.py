@@ -1,9 +1,8 @@
 """Coverage matrix: every model of the zoo through ``torch.compile(backend="stof")``.
 
 Each row states that all attention layers are found, that the compiled model computes what the eager
-one does, and that STOF adds no graph break. With ``STOF_COVERAGE_ROWS=DIR STOF_WRITE_COVERAGE=1``
-the rows go to docs/coverage.md.
-writes the rows to docs/coverage.md.
+one does, and that there is one graph, as without STOF (attention/test_match_zoo.py counts those).
+With ``STOF_COVERAGE_ROWS=DIR STOF_WRITE_COVERAGE=1`` the rows go to docs/coverage.md.
 """
 
 import json
@@ -71,17 +70,6 @@ def run(case: ModelCase, compiler):
     return compiled, [out.detach() for out in result]
 
 
-def graph_count(case: ModelCase) -> int:
-    graphs = []
-
-    def count(gm, example_inputs):
-        graphs.append(gm)
-        return gm.forward
-
-    run(case, lambda model: torch.compile(model, backend=count))
-    return len(graphs)
-
-
 def largest_error(found, expected) -> float:
     assert len(found) == len(expected)
     worst = 0.0
@@ -95,12 +83,12 @@ def largest_error(found, expected) -> float:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_row(case: ModelCase, request: pytest.FixtureRequest):
     _, expected = run(case, lambda model: model)
-    graphs = graph_count(case)
-    # the random numbers of dropout must be eager's
+    # The random numbers of dropout must be eager's. Scalar C++ compiles in half the time, and which
+    # instructions Inductor uses is not the point here; test_accuracy.py has what users get.
     options = {
         "attention": FORCED[DEVICE],
         "tune_budget_s": 0,
-        "inductor": {"fallback_random": True},
+        "inductor": {"fallback_random": True, "cpp.simdlen": 0},
     }
     fast, found = run(case, lambda model: torch.compile(model, backend="stof", options=options))
     seen = explain(fast)
@@ -125,5 +113,5 @@ def test_row(case: ModelCase, request: pytest.FixtureRequest):
         (Path(folder) / f"{case.id}.json").write_text(json.dumps(row))
     assert len(seen.sites) == case.sites
     assert len(seen.near_misses) == case.near_misses
-    assert len(seen.graphs) == graphs
+    assert len(seen.graphs) == 1
     assert error <= ERROR_BOUND

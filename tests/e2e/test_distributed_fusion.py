@@ -13,4 +13,4 @@ CASES = ("alike", "graphs-of-their-own", "too-slow", "failing", "tensor-parallel
 def test_two_ranks_and_operators(tmp_path, monkeypatch):
     worker = Path(__file__).parent / "fusion_worker.py"
     monkeypatch.setattr(test_distributed, "WORKER", worker)
-    test_distributed.run(",".join(CASES), tmp_path)
+    test_distributed.run(CASES, tmp_path)

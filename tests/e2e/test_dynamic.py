@@ -1,4 +1,7 @@
-"""Symbolic lengths: right results at every length, and a rule keeps its sparsity."""
+"""Symbolic lengths: right results at every length, and a rule keeps its sparsity.
+
+Models have one layer: tracing symbolic sizes takes long, and a second layer is traced alike.
+"""
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ def graphs(fast):
 
 @torch.no_grad()
 def test_bert_over_five_lengths_compiles_twice():
-    model, _ = hf_bert("sdpa", False)
+    model, _ = hf_bert("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options={**NO_TIMING, "mask": WINDOW})
     for length in LENGTHS:
         ids = token_ids(length)
@@ -40,7 +43,7 @@ def test_bert_over_five_lengths_compiles_twice():
 
 @torch.no_grad()
 def test_bert_with_padding_and_without_a_mask():
-    model, _ = hf_bert("sdpa", False)
+    model, _ = hf_bert("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options=NO_TIMING, dynamic=True)
     for length in LENGTHS:
         ids, keep = token_ids(length), torch.ones(BATCH, length, dtype=torch.int64)
@@ -53,7 +56,7 @@ def test_bert_with_padding_and_without_a_mask():
 @pytest.mark.parametrize("build", [hf_gpt2, hf_llama, hf_mistral], ids=lambda b: b.__name__)
 @torch.no_grad()
 def test_a_model_that_computes_its_own_mask(build, mask):
-    model, _ = build("sdpa", False)
+    model, _ = build("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options={**NO_TIMING, "mask": mask}, dynamic=True)
     for length in LENGTHS:
         ids = token_ids(length)
@@ -65,7 +68,7 @@ def test_a_model_that_computes_its_own_mask(build, mask):
 
 @torch.no_grad()
 def test_the_models_own_mask_and_padding():
-    model, _ = hf_gpt2("sdpa", False)
+    model, _ = hf_gpt2("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options=NO_TIMING, dynamic=True)
     for length in LENGTHS:
         ids, keep = token_ids(length), torch.ones(BATCH, length, dtype=torch.int64)
@@ -76,7 +79,7 @@ def test_the_models_own_mask_and_padding():
 
 @torch.no_grad()
 def test_the_models_own_mask_at_other_batch_sizes():
-    model, _ = hf_gpt2("sdpa", False)
+    model, _ = hf_gpt2("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options=NO_TIMING, dynamic=True)
     for batch in (2, 3, 5):
         for length in LENGTHS[:3]:
@@ -107,7 +110,7 @@ def test_a_finite_mask_value_stays_with_pytorch():
 
 @torch.no_grad()
 def test_only_the_batch_is_dynamic():
-    model, _ = hf_bert("sdpa", False)
+    model, _ = hf_bert("sdpa", False, layers=1)
     mask = WINDOW & masks.rule(lambda b, h, q, k: (k + b) % 5 != 0)
     for option in (WINDOW, mask):
         torch._dynamo.reset()
@@ -123,7 +126,7 @@ def test_only_the_batch_is_dynamic():
 
 @torch.no_grad()
 def test_a_marked_length():
-    model, _ = hf_bert("sdpa", False)
+    model, _ = hf_bert("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options={**NO_TIMING, "mask": WINDOW})
     for length in LENGTHS:
         ids = token_ids(length)
@@ -136,7 +139,7 @@ def test_a_marked_length():
 
 @torch.no_grad()
 def test_a_tensor_at_another_length_is_an_error():
-    model, _ = hf_bert("sdpa", False)
+    model, _ = hf_bert("sdpa", False, layers=1)
     keep = torch.ones(32, 32, dtype=torch.bool).tril()
     fast = torch.compile(model, backend="stof", options={**NO_TIMING, "mask": keep})
     with masked(masks.causal()):
@@ -150,7 +153,7 @@ def test_a_tensor_at_another_length_is_an_error():
 def test_prefill_and_decode():
     from transformers import DynamicCache
 
-    model, _ = hf_llama("sdpa", False)
+    model, _ = hf_llama("sdpa", False, layers=1)
     mask = masks.sliding_window(5, causal=True) | masks.global_tokens(2)
     fast = torch.compile(model, backend="stof", options={**OPTIONS, "mask": mask})
     ids = token_ids(22)
@@ -173,7 +176,7 @@ def test_prefill_and_decode():
 def test_decoding_into_a_preallocated_cache():
     from transformers import StaticCache
 
-    model, _ = hf_llama("sdpa", False)
+    model, _ = hf_llama("sdpa", False, layers=1)
     mask = masks.sliding_window(5, causal=True)
     fast = torch.compile(model, backend="stof", options={**OPTIONS, "mask": mask})
     ids = token_ids(18)

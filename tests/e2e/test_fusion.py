@@ -1,6 +1,7 @@
 """Fusion end to end on the CPU: chains found, searched, rewritten, compared, replayed.
 
-The templates here are made of torch operations, so that everything but the kernels is real.
+The templates here are made of torch operations, so that everything but the kernels is real. Where
+neither code nor times of Inductor's are the point, graphs run as AOTAutograd leaves them.
 """
 
 import json
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from captured_stacks import BertLayer, Stack
 from close import assert_close
+from running import without_flex, without_inductor
 from stof_compile.templates.base import Call, Slot, Template
 from stof_compile.templates.space import ConfigSpace
 from torch import nn
@@ -87,6 +89,15 @@ def templates(monkeypatch):
 
 
 @pytest.fixture
+def quick(monkeypatch):
+    """No C++ is compiled."""
+    monkeypatch.setattr("stof_compile.backend.compile_with_inductor", without_inductor)
+    monkeypatch.setattr("stof_compile.verdict.compile_with_inductor", without_inductor)
+    with without_flex():
+        yield
+
+
+@pytest.fixture
 def fast_template(templates, monkeypatch):
     """Every candidate has a time by its name: the template wins wherever it stands."""
 
@@ -142,7 +153,9 @@ def test_a_second_compile_and_a_plan_measure_nothing(fast_template, fresh_dynamo
         assert kept(explain(replayed)).source == "plan"
 
 
-def test_a_plan_of_another_graph_is_refused(fast_template, fresh_dynamo, tmp_path, monkeypatch):
+def test_a_plan_of_another_graph_is_refused(
+    quick, fast_template, fresh_dynamo, tmp_path, monkeypatch
+):
     monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *a: FastestForm(None))
     run(Mlp().eval(), torch.randn(2, 16, 32), tmp_path, dump_dir=str(tmp_path / "dump"))
     (plan,) = (tmp_path / "dump").glob("graph_*/plan.json")
@@ -150,7 +163,7 @@ def test_a_plan_of_another_graph_is_refused(fast_template, fresh_dynamo, tmp_pat
         run(Mlp(width=16).eval(), torch.randn(2, 16, 16), tmp_path, plan=str(plan))
 
 
-def test_no_budget_takes_the_rules(templates, fresh_dynamo, tmp_path):
+def test_no_budget_takes_the_rules(quick, templates, fresh_dynamo, tmp_path):
     model, x = Mlp().eval(), torch.randn(2, 16, 32)
     out, fast = run(model, x, tmp_path, tune_budget_s=0)
     assert_close(out, model.double()(x.double()), torch.float32, scale=4.0)
@@ -168,7 +181,7 @@ def test_a_forced_scheme(templates, fresh_dynamo, tmp_path):
         run(model.float(), x, tmp_path, fusion="7fff")
 
 
-def test_gradients_and_symbolic_sizes_are_left_alone(templates, fresh_dynamo, tmp_path):
+def test_gradients_and_symbolic_sizes_are_left_alone(quick, templates, fresh_dynamo, tmp_path):
     model, x = Mlp(), torch.randn(2, 16, 32)
     options = {"cache_dir": str(tmp_path)}
     fast = torch.compile(model, backend="stof", options=options)
@@ -181,13 +194,13 @@ def test_gradients_and_symbolic_sizes_are_left_alone(templates, fresh_dynamo, tm
     assert any("symbolic" in note for note in explain(fast).notes)
 
 
-def test_off_runs_no_fusion(templates, fresh_dynamo, tmp_path):
+def test_off_runs_no_fusion(quick, templates, fresh_dynamo, tmp_path):
     _, fast = run(Mlp().eval(), torch.randn(2, 16, 32), tmp_path, fusion="off")
     assert explain(fast).chains == ()
 
 
 def test_where_the_whole_graph_is_faster_without_us_the_record_says_so(
-    fast_template, fresh_dynamo, tmp_path, monkeypatch
+    quick, fast_template, fresh_dynamo, tmp_path, monkeypatch
 ):
     def time(fns, sets, device, **how):
         return [Timing(us, us, us, 3, "clock") for us in (3.0, 1.0, 2.0)]

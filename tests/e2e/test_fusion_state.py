@@ -101,7 +101,7 @@ def test_buffers_and_random_numbers(tmp_path, timed):
 def test_a_static_cache(tmp_path, timed, build, tolerance):
     from transformers import StaticCache
 
-    model = build("sdpa", False)[0].double().eval()
+    model = build("sdpa", False, layers=1)[0].double().eval()
     ids = token_ids(13)
 
     def generate(forward):

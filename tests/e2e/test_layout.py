@@ -20,7 +20,7 @@ class KeepGraph:
 
 @pytest.mark.parametrize("kernel", ["gather", "sdpa"])
 def test_no_copy_between_attention_and_the_next_linear(kernel, fresh_dynamo, tmp_path):
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     kept = KeepGraph()
     options = {
         "mask": masks.sliding_window(4),
@@ -36,7 +36,7 @@ def test_no_copy_between_attention_and_the_next_linear(kernel, fresh_dynamo, tmp
     ):
         fast = torch.compile(model, backend="stof", options=options)
         fast(**inputs)
-    assert [site.kernel for site in explain(fast).sites] == [kernel] * 2
+    assert [site.kernel for site in explain(fast).sites] == [kernel]
     assert any("attention" in target for target in kept.targets)
     copies = [target for target in kept.targets if "clone" in target or "contiguous" in target]
     assert copies == []

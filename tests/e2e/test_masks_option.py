@@ -48,7 +48,7 @@ def statuses(fast):
 @pytest.mark.parametrize("mask", [WINDOW, masks.bigbird(4, 2, 0.1), masks.causal()], ids=repr)
 @torch.no_grad()
 def test_it_is_joined_with_padding(mask, padded):
-    model, inputs = hf_bert("sdpa", padded)
+    model, inputs = hf_bert("sdpa", padded, layers=1)
     fast = compile_with(model, mask)
     with masked(mask):
         expected = model(**inputs)
@@ -59,8 +59,8 @@ def test_it_is_joined_with_padding(mask, padded):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @torch.no_grad()
 def test_it_is_joined_with_the_models_own_mask(implementation):
-    model, inputs = hf_gpt2(implementation, False)
-    reference, _ = hf_gpt2("sdpa", False)
+    model, inputs = hf_gpt2(implementation, False, layers=1)
+    reference, _ = hf_gpt2("sdpa", False, layers=1)
     fast = compile_with(model, masks.longformer(3, 2))
     with masked(masks.longformer(3, 2)):
         expected = reference(**inputs)
@@ -70,7 +70,7 @@ def test_it_is_joined_with_the_models_own_mask(implementation):
 
 @torch.no_grad()
 def test_a_mask_per_head_and_a_mask_per_batch_row():
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     heads = masks.per_head([masks.sliding_window(w) for w in (1, 2, 3, 4)])
     documents = masks.document(torch.arange(LENGTH)[None] // torch.tensor([[8], [5]]))
     for mask in (heads, documents, heads & documents):
@@ -82,7 +82,7 @@ def test_a_mask_per_head_and_a_mask_per_batch_row():
 
 @torch.no_grad()
 def test_a_bool_tensor_and_a_block_mask():
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     keep = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.5
     keep |= torch.eye(LENGTH, dtype=torch.bool)
     with masked(masks.from_tensor(keep)):
@@ -97,7 +97,7 @@ def test_a_bool_tensor_and_a_block_mask():
 
 @torch.no_grad()
 def test_a_tensor_of_another_length_is_an_error():
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     with pytest.raises(StofMaskError, match=r"\[16, 16\].*\[32, 32\].*rule"):
         compile_with(model, torch.ones(16, 16, dtype=torch.bool))(**inputs)
 
@@ -308,7 +308,7 @@ def test_fewer_queries_than_keys_end_with_the_keys():
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_attention_off_keeps_sdpa_with_the_mask(padded):
-    model, inputs = hf_gpt2("sdpa", padded)
+    model, inputs = hf_gpt2("sdpa", padded, layers=1)
     fast = compile_with(model, WINDOW, attention="off")
     with masked(WINDOW):
         expected = model(**inputs)
@@ -382,14 +382,14 @@ def test_a_pass_that_raises_never_loses_the_mask(monkeypatch, strict):
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr("stof_compile.backend.match_attention", fail)
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     with pytest.raises(StofMaskError, match="broken on purpose"):
         compile_with(model, WINDOW, strict=strict)(**inputs)
 
 
 @torch.no_grad()
 def test_a_mask_the_model_gets_as_input_is_joined():
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     i = torch.arange(LENGTH)
     given = ((i[:, None] - i) % 3 != 1).expand(BATCH, 1, LENGTH, LENGTH)
     inputs["attention_mask"] = given & (padding_mask()[:, None, None] == 1)

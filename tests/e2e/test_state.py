@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import BATCH, LENGTH, hf_bert, hf_llama, token_ids
-from running import assert_same, masked, without_inductor
+from running import assert_same, masked, without_flex, without_inductor
 from torch import nn
 
 from stof_compile import explain, masks
@@ -22,6 +22,8 @@ TESTS = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, fresh_dynamo):
     monkeypatch.setattr("stof_compile.backend.compile_with_inductor", without_inductor)
+    with without_flex():
+        yield
 
 
 def tuned(folder, **options):
@@ -70,7 +72,7 @@ def test_buffers_and_random_numbers_after_tuning(tmp_path):
 def test_a_cache_after_tuning(tmp_path):
     from transformers import StaticCache
 
-    model, _ = hf_llama("sdpa", False)
+    model, _ = hf_llama("sdpa", False, layers=1)
     mask, ids = masks.sliding_window(6, causal=True), token_ids(13)
 
     def generate(forward):
@@ -95,7 +97,7 @@ def fail(*args, **kwargs):
 
 @torch.no_grad()
 def test_a_corrupt_store_is_measured_anew(tmp_path, caplog):
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options=tuned(tmp_path))
     expected = fast(**inputs)
     files = [path for path in tmp_path.rglob("*.json") if "attention" in str(path)]
@@ -111,7 +113,7 @@ def test_a_corrupt_store_is_measured_anew(tmp_path, caplog):
 
 @torch.no_grad()
 def test_an_unknown_entry_of_the_store_is_measured_anew(tmp_path):
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     torch.compile(model, backend="stof", options=tuned(tmp_path))(**inputs)
     for path in tmp_path.rglob("*.json"):
         body = json.loads(path.read_text())
@@ -128,16 +130,16 @@ SCRIPT = """
 import sys
 import torch
 from models import hf_bert
-from running import without_inductor
+from running import without_flex, without_inductor
 import stof_compile.backend as backend
 from stof_compile import explain, masks
 
 backend.compile_with_inductor = without_inductor
-model, inputs = hf_bert("sdpa", False)
+model, inputs = hf_bert("sdpa", False, layers=1)
 mask = masks.sliding_window(4)
 options = {"tune_budget_s": 60, "mask": mask, "cache_dir": sys.argv[1], "fusion": "off"}
 fast = torch.compile(model, backend="stof", options=options)
-with torch.no_grad():
+with torch.no_grad(), without_flex():
     fast(**inputs)
 choice = explain(fast).sites[0].choice
 print("RESULT", choice.source, choice.kernel, flush=True)
@@ -166,7 +168,7 @@ def test_processes_share_what_was_measured(tmp_path, monkeypatch):
     assert sorted(source for source, _ in both) == ["measured", "store"]
     assert len({kernel for _, kernel in both}) == 1
     monkeypatch.setattr(select, "measure_candidate", fail)  # a third process, later
-    model, inputs = hf_bert("sdpa", False)
+    model, inputs = hf_bert("sdpa", False, layers=1)
     fast = torch.compile(model, backend="stof", options=tuned(tmp_path))
     fast(**inputs)
     choice = explain(fast).sites[0].choice

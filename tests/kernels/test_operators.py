@@ -35,7 +35,8 @@ def test_schema_is_the_documented_one():
         "(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, Tensor full_start, "
         "Tensor col_idx, Tensor bitmap_id, Tensor bitmap, Tensor row_order, Tensor? key_keep, "
         "Tensor? bias, float scale, float softcap, SymInt q_offset, SymInt[] band, "
-        "SymInt[] config, bool return_lse) -> (Tensor, Tensor)"
+        "SymInt[] config, bool return_lse, Tensor? key_ptr=None, Tensor? key_tiles=None) "
+        "-> (Tensor, Tensor)"
     )
     for name in ("attention_block", "attention_row"):
         schema = str(getattr(torch.ops.stof, name).default._schema)

@@ -33,6 +33,9 @@ class FakeBench:
             candidate_of("fake", {"warps": w, "tile": t}) for w in range(1, 5) for t in (16, 32)
         ]
 
+    def offers(self, recipe, candidate):
+        return candidate in self.candidates(recipe)
+
     def first(self, recipe):
         return next(iter(self.candidates(recipe)), None)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from close import assert_close
+from compile_targets import on_each_gpu
 from linear_recipes import Writer, check_template
 from norm_recipes import BRAIN, DEVICE, HALF, SINGLE, compiled_and_captured, machine
 from stof_compile.templates.gemm_tiles import Product, Tile, shared_bytes
@@ -220,8 +221,7 @@ def assert_compiles(target, m, n, k, dtype, config, **form):
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("target", [80, 86, 89, 90, 100])
-@pytest.mark.parametrize("m", [128, 32768])
+@pytest.mark.parametrize(("target", "m"), on_each_gpu([128, 32768], 32768))
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["fp16", "fp32"])
 def test_first_config_compiles(target, m, dtype):
     config = TEMPLATE.first(sized(m, 8192, 2048, dtype), machine(target))

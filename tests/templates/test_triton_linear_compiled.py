@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from compile_targets import on_each_gpu
 from linear_compiling import compile_launch, launch_needs, record, written_tensors
 from linear_recipes import SHAPES, SMALL, sized
 from norm_recipes import BRAIN, HALF, SINGLE, machine
@@ -40,8 +41,9 @@ def assert_compiles(target, m, n, k, dtype, config, **form):
     return found
 
 
-@pytest.mark.parametrize("target", [80, 86, 89, 90, 100])
-@pytest.mark.parametrize("shape", ["BERT 128", "BERT 128 down", "BERT 4096"])
+@pytest.mark.parametrize(
+    ("target", "shape"), on_each_gpu(["BERT 128", "BERT 128 down", "BERT 4096"], "BERT 4096")
+)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["fp16", "fp32"])
 def test_first_config_compiles(target, shape, dtype):
     m, n, k = SHAPES[shape]

@@ -97,7 +97,7 @@ def test_exact_fp32_fits(target):
     for size in ((128, 768, 768), (4096, 256, 256)):
         offered = one_of_each_tile(offered_configs(ProductSize(*size, 4), machine(target)))
         if not os.environ.get("STOF_FULL_COMPILE"):
-            offered = offered[-3:]
+            offered = offered[-3:] if target == 90 else offered[-1:]
         compile_all(target, offered, *size, SINGLE, kn=False)
 
 
@@ -105,7 +105,8 @@ def test_exact_fp32_fits(target):
 @pytest.mark.parametrize("target", [80, 90])
 def test_ragged_sizes_fit(target, kn):
     offered = distinct(offered_configs(ProductSize(33, 1000, 72, 2), machine(target)))
-    compile_all(target, offered[:3], 33, 1000, 72, HALF, kn)
+    most = 3 if target == 90 or os.environ.get("STOF_FULL_COMPILE") else 1
+    compile_all(target, offered[:most], 33, 1000, 72, HALF, kn)
     whole = config("full_row", 16, block_k=32, num_warps=8)
     compile_all(target, [whole], 33, 1000, 72, HALF, kn)
 

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from compile_targets import on_each_gpu
 from norm_compiling import assert_fits, needed_by, written_by
 from norm_recipes import HALF, NAMES, SINGLE, machine, norm_recipe
 from stof_compile.kernels.norm_kernel import norm_rows_kernel
@@ -14,6 +15,7 @@ from stof_compile.templates.triton_norm import TritonNorm
 pytestmark = pytest.mark.compile_only
 
 TEMPLATE = TritonNorm()
+SIZES = [(128, 768), (4096, 768), (1000, 3072), (33, 16384)]
 
 
 def kernel_arguments(n, config, dtype=HALF, rows=4096, **changes):
@@ -34,10 +36,10 @@ def offered(rows, n, dtype, target):
     return TEMPLATE.space(recipe, machine(target)).configs()
 
 
-@pytest.mark.parametrize("target", [80, 86, 89, 90, 100])
-@pytest.mark.parametrize(("rows", "n"), [(128, 768), (4096, 768), (1000, 3072), (33, 16384)])
+@pytest.mark.parametrize(("target", "size"), on_each_gpu(SIZES, (33, 16384)), ids=str)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=NAMES.get)
-def test_offered_configs_stay_in_registers(target, rows, n, dtype):
+def test_offered_configs_stay_in_registers(target, size, dtype):
+    rows, n = size
     configs = offered(rows, n, dtype, target)
     if not os.environ.get("STOF_FULL_COMPILE"):  # the fullest registers, to save time
         configs = sorted(configs, key=lambda c: c["rows"] / c["num_warps"])

@@ -1,0 +1,446 @@
+"""Device code of the gradient of block-wise attention; ``attention_backward.py`` says what it is.
+
+Two kernels, started one behind the other. The first walks the query rows over the lists of the
+forward pass: dQ, and what the second needs of every query row (``delta``). The second walks the key
+columns over the transposed lists: dK and dV, summed over the query heads of a group by the one
+program that owns them, so that nothing is added atomically and every run gives the same bits.
+
+A weight is recomputed from the log-sum-exp of its row: p = exp(x - lse). Rows without keys get
++inf for their -inf, so that every weight of theirs is exp(-inf), exactly 0; rows past the end too.
+A program takes a piece of a mask tile, since two accumulators and two products hold more registers
+than the forward pass needs: a mask tile is TILE_M x TILE_N, a piece BLOCK_M x BLOCK_N.
+"""
+
+import triton
+import triton.language as tl
+
+from .mask_tiles import band_bounds, band_tile, split_program_id
+from .softmax import LOG2E, attention_scores
+
+
+@triton.jit
+def _bits(octets):
+    """Bytes to their bits along a new last dimension, int32, non-zero where set."""
+    bit = 1 << tl.arange(0, 8)
+    return octets.to(tl.int32)[:, :, None] & bit[None, None, :]
+
+
+@triton.jit
+def _kept_by_bitmap(
+    bitmap, tile, rows_in_tile, first_column,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Boolean piece of a bitmap, [rows, BLOCK_N], or [BLOCK_N, rows] with KEYS_FIRST.
+
+    See ``bitmap_tile`` for the order of the bytes.
+    """
+    at = bitmap.to(tl.pointer_type(tl.uint8)) + tile.to(tl.int64) * (TILE_M * (TILE_N // 8))
+    group = first_column // 8 + tl.arange(0, BLOCK_N // 8)
+    if KEYS_FIRST:
+        octets = tl.load(at + (group[:, None] * TILE_M + rows_in_tile[None, :]))
+        bits = tl.permute(_bits(octets), (0, 2, 1))
+        kept = tl.reshape(bits, (BLOCK_N, rows_in_tile.shape[0]))
+    else:
+        octets = tl.load(at + (group[None, :] * TILE_M + rows_in_tile[:, None]))
+        kept = tl.reshape(_bits(octets), (rows_in_tile.shape[0], BLOCK_N))
+    return kept != 0
+
+
+@triton.jit
+def _kept_by_band_keys_first(
+    lower, upper, head, first_k, BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """``band_tile`` with the keys along the first dimension."""
+    n = tl.arange(0, BLOCK_N)[:, None]
+    if HAS_UPPER:
+        keep = n <= (upper - first_k)[None, :]
+        if HAS_LO:
+            keep = keep & (n >= (lower - first_k)[None, :])
+    else:
+        keep = n >= (lower - first_k)[None, :]
+    if HAS_HEAD:
+        keep = keep | (n < (head - first_k)[None, :])
+    return keep
+
+
+@triton.jit
+def _weights(s, lse, MULT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Weights of scores; ``lse`` (natural) broadcasts to them."""
+    # with a bias subtract before multiplying: the lowest finite number times log2(e) overflows
+    return tl.exp2((s - lse) * MULT) if HAS_BIAS else tl.exp2(tl.fma(s, MULT, lse * -LOG2E))
+
+
+@triton.jit
+def _slope(s, SOFTCAP: tl.constexpr):
+    """Derivative of the softcap at a capped score: 1 - tanh^2."""
+    tanh = s * (1.0 / SOFTCAP)
+    return 1.0 - tanh * tanh
+
+
+@triton.jit
+def _query_pieces(
+    dq, total, q_tile, grad_tile, row_lse, row_inverse, row_delta, begin, end,
+    k_head, step_k, v_head, step_v, col_idx, bitmap_id, bitmap, rows_in_tile,
+    lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid, k_len,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_K: tl.constexpr, HAS_PADDING: tl.constexpr,
+    HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, ONLY_TOTAL: tl.constexpr, BAND: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Add tiles begin..end of a row to dQ, or with ONLY_TOTAL their weights to ``total``."""
+    n_idx = tl.arange(0, BLOCK_N)
+    d_idx = tl.arange(0, BLOCK_D)
+    dv_idx = tl.arange(0, BLOCK_DV)
+    k_off = n_idx[:, None] * step_k + d_idx[None, :]
+    v_off = n_idx[:, None] * step_v + dv_idx[None, :]
+    PIECES: tl.constexpr = TILE_N // BLOCK_N
+    for i in range(begin * PIECES, end * PIECES):
+        t = i // PIECES
+        in_tile = i % PIECES * BLOCK_N
+        first_k = tl.load(col_idx + t) * TILE_N + in_tile
+        n_valid = n_idx < (k_len - first_k)
+
+        # -- weights ----
+        k_at = k_head + first_k.to(tl.int64) * step_k + k_off
+        if (EVEN_K or not MASKED) and BLOCK_D == HEAD_DIM:
+            k_tile = tl.load(k_at)
+        else:
+            k_tile = tl.load(k_at, mask=n_valid[:, None] & (d_idx[None, :] < HEAD_DIM), other=0.0)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
+        if SOFTCAP > 0:
+            slope = _slope(s, SOFTCAP)
+        if HAS_BIAS:
+            bias_at = bias_ptrs + first_k.to(tl.int64) * stride_bn
+            bias_tile = tl.load(bias_at, mask=m_valid[:, None] & n_valid[None, :], other=0.0)
+            s += bias_tile.to(tl.float32)
+        if MASKED:
+            if BAND:
+                keep = band_tile(
+                    lower, upper, head, first_k, BLOCK_N, HAS_LO, HAS_UPPER, HAS_HEAD
+                )  # fmt: skip
+            else:
+                tile = tl.load(bitmap_id + t)
+                keep = _kept_by_bitmap(
+                    bitmap, tile, rows_in_tile, in_tile, TILE_M, TILE_N, BLOCK_N, False
+                )
+            s = tl.where(keep, s, float("-inf"))
+        if HAS_PADDING:
+            padding = tl.load(padding_head + first_k + n_idx, mask=n_valid, other=0)
+            s = tl.where((padding != 0)[None, :], s, float("-inf"))
+        p = _weights(s, row_lse[:, None], MULT, HAS_BIAS)
+
+        # -- gradient of the scores, then of the queries ----
+        if ONLY_TOTAL:
+            total += tl.sum(p, 1)
+        else:
+            if HAS_BIAS:
+                p = p * row_inverse[:, None]
+            v_at = v_head + first_k.to(tl.int64) * step_v + v_off
+            if (EVEN_K or not MASKED) and BLOCK_DV == VALUE_DIM:
+                v_tile = tl.load(v_at)
+            else:
+                v_mask = n_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
+                v_tile = tl.load(v_at, mask=v_mask, other=0.0)
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+            ds = p * (dp - row_delta[:, None])
+            if SOFTCAP > 0:
+                ds = ds * slope
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq, total
+
+
+@triton.jit
+def attention_backward_query_kernel(
+    q, stride_qb, stride_qh, stride_qm,
+    k, stride_kb, stride_kh, stride_kn,
+    v, stride_vb, stride_vh, stride_vn,
+    out, stride_ob, stride_oh, stride_om,
+    grad, stride_gb, stride_gh, stride_gm,
+    lse, grad_lse, delta, inverse, dq,
+    plane_map, plane_stride_b, plane_stride_h,
+    row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
+    key_keep, stride_pb,
+    bias, stride_bb, stride_bh, stride_bm, stride_bn,
+    batch_heads, heads, q_len, k_len, rows, q_offset,
+    band_lo, band_hi, global_q, global_k, band_cap,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    SINGLE_PLANE: tl.constexpr, HAS_PART: tl.constexpr, BAND: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Program (piece of a tile row, batch, head): dQ, delta and with a bias 1 / sum of weights."""
+    PIECES: tl.constexpr = TILE_M // BLOCK_M
+    b, h, slot = split_program_id(rows * PIECES, batch_heads, heads, True)
+    base = 0
+    if not SINGLE_PLANE:
+        base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
+    row = tl.load(row_order + base + slot // PIECES)
+    in_tile = slot % PIECES * BLOCK_M
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    kv64 = (h // GROUP).to(tl.int64)
+    first_q = row * TILE_M + in_tile
+    q64 = first_q.to(tl.int64)
+    begin = tl.load(row_ptr + base + row)
+    middle = tl.load(full_start + base + row)
+    end = tl.load(row_ptr + base + row + 1)
+
+    # -- what belongs to the rows ----
+    m_idx = tl.arange(0, BLOCK_M)
+    n_idx = tl.arange(0, BLOCK_N)
+    d_idx = tl.arange(0, BLOCK_D)
+    dv_idx = tl.arange(0, BLOCK_DV)
+    m_valid = m_idx < (q_len - first_q)
+    q_mask = m_valid[:, None] & (d_idx[None, :] < HEAD_DIM)
+    v_mask = m_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
+    q_at = q + (b64 * stride_qb + h64 * stride_qh + q64 * stride_qm) * VEC
+    q_tile = tl.load(q_at + (m_idx[:, None] * (stride_qm * VEC) + d_idx[None, :]), q_mask, 0.0)
+    grad_at = grad + (b64 * stride_gb + h64 * stride_gh + q64 * stride_gm) * VEC
+    grad_at = grad_at + (m_idx[:, None] * (stride_gm * VEC) + dv_idx[None, :])
+    grad_tile = tl.load(grad_at, v_mask, 0.0)
+    out_at = out + (b64 * stride_ob + h64 * stride_oh + q64 * stride_om) * VEC
+    out_at = out_at + (m_idx[:, None] * (stride_om * VEC) + dv_idx[None, :])
+    out_tile = tl.load(out_at, v_mask, 0.0)
+
+    # -- delta = sum over values of dO * O, less the gradient of the log-sum-exp ----
+    of_row = (b64 * heads + h64) * q_len + q64
+    row_lse = tl.load(lse + of_row + m_idx, mask=m_valid, other=float("-inf"))
+    without_keys = row_lse == float("-inf")
+    row_lse = tl.where(without_keys, float("inf"), row_lse)
+    row_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        row_delta -= tl.load(grad_lse + of_row + m_idx, mask=m_valid, other=0.0)
+    row_delta = tl.where(without_keys, 0.0, row_delta)
+    tl.store(delta + of_row + m_idx, row_delta, mask=m_valid)
+
+    k_head = k + (b64 * stride_kb + kv64 * stride_kh) * VEC
+    v_head = v + (b64 * stride_vb + kv64 * stride_vh) * VEC
+    padding_head = key_keep + b64 * stride_pb
+    bias_head = bias + (b64 * stride_bb + h64 * stride_bh + q64 * stride_bm)
+    bias_ptrs = bias_head + (m_idx[:, None] * stride_bm + n_idx[None, :] * stride_bn)
+    rows_in_tile = in_tile + m_idx
+    lower, upper, head = band_bounds(
+        first_q + m_idx + q_offset, k_len, band_lo, band_hi, global_q, global_k, band_cap,
+        HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
+    )  # fmt: skip
+
+    # -- tiles: with a bias first the sum of the weights. Beside the lowest finite score the
+    # log-sum-exp is no more than that score, and exp(x - lse) of every key would be 1.
+    dq_tile = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_inverse = total + 1.0
+    for step in tl.static_range(0 if HAS_BIAS else 1, 2):
+        if step == 1 and HAS_BIAS:
+            row_inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+            tl.store(inverse + of_row + m_idx, row_inverse, mask=m_valid)
+        if HAS_PART:
+            dq_tile, total = _query_pieces(
+                dq_tile, total, q_tile, grad_tile, row_lse, row_inverse, row_delta, begin, middle,
+                k_head, stride_kn * VEC, v_head, stride_vn * VEC, col_idx, bitmap_id, bitmap,
+                rows_in_tile, lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid,
+                k_len, SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, BLOCK_N,
+                BLOCK_D, BLOCK_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, step == 0, BAND,
+                HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            )  # fmt: skip
+        dq_tile, total = _query_pieces(
+            dq_tile, total, q_tile, grad_tile, row_lse, row_inverse, row_delta, middle, end,
+            k_head, stride_kn * VEC, v_head, stride_vn * VEC, col_idx, bitmap_id, bitmap,
+            rows_in_tile, lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid,
+            k_len, SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, BLOCK_N,
+            BLOCK_D, BLOCK_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, False, step == 0, BAND,
+            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+        )  # fmt: skip
+
+    dq_at = dq + of_row * HEAD_DIM + (m_idx[:, None] * HEAD_DIM + d_idx[None, :])
+    tl.store(dq_at, (dq_tile * SCALE).to(dq.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _key_pieces(
+    dk, dv, k_tile, v_tile, kept_keys, begin, end, first_k, key_in_tile,
+    q_head, step_q, grad_head, step_g, lse_head, delta_head, inverse_head,
+    row_idx, bitmap_id, bitmap, bias_ptrs, stride_bm, n_valid, q_len, k_len, q_offset,
+    band_lo, band_hi, global_q, global_k, band_cap,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, BAND: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Add tiles begin..end of a column to dK (without the scale) and dV; scores are [keys, rows].
+
+    Keys past the end are not masked: their rows of dK and dV are not stored.
+    """
+    m_idx = tl.arange(0, BLOCK_M)
+    d_idx = tl.arange(0, BLOCK_D)
+    dv_idx = tl.arange(0, BLOCK_DV)
+    q_off = m_idx[:, None] * step_q + d_idx[None, :]
+    grad_off = m_idx[:, None] * step_g + dv_idx[None, :]
+    PIECES: tl.constexpr = TILE_M // BLOCK_M
+    for i in range(begin * PIECES, end * PIECES):
+        t = i // PIECES
+        in_tile = i % PIECES * BLOCK_M
+        first_q = tl.load(row_idx + t) * TILE_M + in_tile
+        m_valid = m_idx < (q_len - first_q)
+
+        # -- weights ----
+        q_at = q_head + first_q.to(tl.int64) * step_q + q_off
+        if (EVEN_Q or not MASKED) and BLOCK_D == HEAD_DIM:
+            q_tile = tl.load(q_at)
+        else:
+            q_tile = tl.load(q_at, mask=m_valid[:, None] & (d_idx[None, :] < HEAD_DIM), other=0.0)
+        row_lse = tl.load(lse_head + first_q + m_idx, mask=m_valid, other=float("-inf"))
+        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+        row_delta = tl.load(delta_head + first_q + m_idx, mask=m_valid, other=0.0)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
+        if SOFTCAP > 0:
+            slope = _slope(s, SOFTCAP)
+        if HAS_BIAS:
+            bias_at = bias_ptrs + first_q.to(tl.int64) * stride_bm
+            bias_tile = tl.load(bias_at, mask=n_valid[:, None] & m_valid[None, :], other=0.0)
+            s += bias_tile.to(tl.float32)
+        if MASKED:
+            if BAND:
+                lower, upper, head = band_bounds(
+                    first_q + m_idx + q_offset, k_len, band_lo, band_hi, global_q, global_k,
+                    band_cap, HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
+                )  # fmt: skip
+                keep = _kept_by_band_keys_first(
+                    lower, upper, head, first_k, BLOCK_N,
+                    HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+                )  # fmt: skip
+            else:
+                tile = tl.load(bitmap_id + t)
+                keep = _kept_by_bitmap(
+                    bitmap, tile, in_tile + m_idx, key_in_tile, TILE_M, TILE_N, BLOCK_N, True
+                )
+            s = tl.where(keep, s, float("-inf"))
+        if HAS_PADDING:
+            s = tl.where(kept_keys[:, None], s, float("-inf"))
+        p = _weights(s, row_lse[None, :], MULT, HAS_BIAS)
+        if HAS_BIAS:
+            row_inverse = tl.load(inverse_head + first_q + m_idx, mask=m_valid, other=0.0)
+            p = p * row_inverse[None, :]
+
+        # -- gradient of the values, then of the scores and the keys ----
+        grad_at = grad_head + first_q.to(tl.int64) * step_g + grad_off
+        if (EVEN_Q or not MASKED) and BLOCK_DV == VALUE_DIM:
+            grad_tile = tl.load(grad_at)
+        else:
+            grad_mask = m_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
+            grad_tile = tl.load(grad_at, mask=grad_mask, other=0.0)
+        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
+        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
+        ds = p * (dp - row_delta[None, :])
+        if SOFTCAP > 0:
+            ds = ds * slope
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_key_kernel(
+    q, stride_qb, stride_qh, stride_qm,
+    k, stride_kb, stride_kh, stride_kn,
+    v, stride_vb, stride_vh, stride_vn,
+    grad, stride_gb, stride_gh, stride_gm,
+    lse, delta, inverse, dk, dv,
+    plane_map, plane_stride_b, plane_stride_h,
+    key_ptr, ptr_stride, key_tiles, tiles_stride, bitmap,
+    key_keep, stride_pb,
+    bias, stride_bb, stride_bh, stride_bm, stride_bn,
+    batch_heads, heads, q_len, k_len, cols, q_offset,
+    band_lo, band_hi, global_q, global_k, band_cap,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SINGLE_PLANE: tl.constexpr, HAS_PART: tl.constexpr, BAND: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Program (piece of a tile column, batch, key head): dK and dV; batch_heads, heads are k's."""
+    PIECES: tl.constexpr = TILE_N // BLOCK_N
+    b, kv, slot = split_program_id(cols * PIECES, batch_heads, heads, True)
+    base = 0
+    if not SINGLE_PLANE:  # in any order every column has its program: that of the first head
+        base = tl.load(plane_map + b * plane_stride_b + kv * GROUP * plane_stride_h) * cols
+    col = tl.load(key_ptr + 2 * ptr_stride + base + slot // PIECES)
+    in_tile = slot % PIECES * BLOCK_N
+    first_k = col * TILE_N + in_tile
+    k64 = first_k.to(tl.int64)
+    b64 = b.to(tl.int64)
+    kv64 = kv.to(tl.int64)
+
+    # -- key and value tiles, kept for the whole column ----
+    n_idx = tl.arange(0, BLOCK_N)
+    m_idx = tl.arange(0, BLOCK_M)
+    d_idx = tl.arange(0, BLOCK_D)
+    dv_idx = tl.arange(0, BLOCK_DV)
+    n_valid = n_idx < (k_len - first_k)
+    k_mask = n_valid[:, None] & (d_idx[None, :] < HEAD_DIM)
+    v_mask = n_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
+    k_at = k + (b64 * stride_kb + kv64 * stride_kh + k64 * stride_kn) * VEC
+    k_tile = tl.load(k_at + (n_idx[:, None] * (stride_kn * VEC) + d_idx[None, :]), k_mask, 0.0)
+    v_at = v + (b64 * stride_vb + kv64 * stride_vh + k64 * stride_vn) * VEC
+    v_tile = tl.load(v_at + (n_idx[:, None] * (stride_vn * VEC) + dv_idx[None, :]), v_mask, 0.0)
+    kept_keys = n_valid
+    if HAS_PADDING:
+        kept_keys = tl.load(key_keep + b64 * stride_pb + k64 + n_idx, n_valid, 0) != 0
+
+    dk_tile = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
+    for member in range(GROUP):
+        h = kv * GROUP + member
+        h64 = h.to(tl.int64)
+        if not SINGLE_PLANE:
+            base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * cols
+        begin = tl.load(key_ptr + base + col)
+        middle = tl.load(key_ptr + ptr_stride + base + col)
+        end = tl.load(key_ptr + base + col + 1)
+        q_head = q + (b64 * stride_qb + h64 * stride_qh) * VEC
+        grad_head = grad + (b64 * stride_gb + h64 * stride_gh) * VEC
+        of_head = ((b64 * heads + kv64) * GROUP + member) * q_len
+        bias_head = bias + (b64 * stride_bb + h64 * stride_bh + k64 * stride_bn)
+        bias_ptrs = bias_head + (n_idx[:, None] * stride_bn + m_idx[None, :] * stride_bm)
+        if HAS_PART:
+            dk_tile, dv_tile = _key_pieces(
+                dk_tile, dv_tile, k_tile, v_tile, kept_keys, begin, middle, first_k, in_tile,
+                q_head, stride_qm * VEC, grad_head, stride_gm * VEC,
+                lse + of_head, delta + of_head, inverse + of_head,
+                key_tiles, key_tiles + tiles_stride, bitmap, bias_ptrs, stride_bm, n_valid,
+                q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
+                SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EVEN_Q, EVEN_K,
+                HAS_PADDING, HAS_BIAS, True, BAND,
+                HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
+            )  # fmt: skip
+        dk_tile, dv_tile = _key_pieces(
+            dk_tile, dv_tile, k_tile, v_tile, kept_keys, middle, end, first_k, in_tile,
+            q_head, stride_qm * VEC, grad_head, stride_gm * VEC,
+            lse + of_head, delta + of_head, inverse + of_head,
+            key_tiles, key_tiles + tiles_stride, bitmap, bias_ptrs, stride_bm, n_valid,
+            q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
+            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EVEN_Q, EVEN_K,
+            HAS_PADDING, HAS_BIAS, False, BAND,
+            HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
+        )  # fmt: skip
+
+    of_key = (b64 * heads + kv64) * k_len + k64
+    dk_at = dk + of_key * HEAD_DIM + (n_idx[:, None] * HEAD_DIM + d_idx[None, :])
+    tl.store(dk_at, (dk_tile * SCALE).to(dk.dtype.element_ty), mask=k_mask)
+    dv_at = dv + of_key * VALUE_DIM + (n_idx[:, None] * VALUE_DIM + dv_idx[None, :])
+    tl.store(dv_at, dv_tile.to(dv.dtype.element_ty), mask=v_mask)

@@ -1,0 +1,1 @@
+"""Reports about a dump: in the terminal, as a page, as the difference of two; never measures."""

@@ -1,0 +1,100 @@
+"""Reading a dump for a report, with errors that say what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stof_compile.dump import Record, dump_folders, read_record
+from stof_compile.errors import StofPlanError
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do at most, as ``bench/`` measures it.
+
+    Args:
+        copy_tb_s: TB/s, read and written. matmul_tflops: TFLOP/s of a large matrix product.
+    """
+
+    copy_tb_s: float
+    matmul_tflops: float
+
+    def floor_us(self, flops: float, nbytes: float) -> float:
+        """Microseconds below which no kernel that moves and computes so much can be."""
+        return max(nbytes / self.copy_tb_s / 1e6, flops / self.matmul_tflops / 1e6)
+
+
+def load_dump(path: Path) -> list[Record]:
+    """Read all graphs of a dump.
+
+    Args:
+        path: folder given as ``dump_dir``, one of its graph folders, or a record.json.
+    Raises:
+        StofPlanError: there is no dump, or a record is damaged or of another version.
+    """
+    if path.name == "record.json":
+        path = path.parent
+    if not path.exists():
+        raise StofPlanError(
+            f"{path}: no such folder, so it holds no dump; give the folder that "
+            "options={'dump_dir': ...} named"
+        )
+    if not path.is_dir():
+        raise StofPlanError(
+            f"{path} is a file, so it holds no dump; give the folder that "
+            "options={'dump_dir': ...} named, or its graph_<n>_<hash>"
+        )
+    folders = dump_folders(path)
+    if not folders:
+        raise StofPlanError(
+            f"{path} holds no dump: neither a record.json nor a folder graph_<n>_<hash> with one; "
+            "write a dump with options={'dump_dir': ...} and call the compiled model once"
+        )
+    records: list[Record] = []
+    good: list[str] = []
+    failures: list[StofPlanError] = []
+    for folder in folders:
+        try:
+            records.append(read_record(folder))
+            good.append(str(folder))
+        except StofPlanError as failure:
+            failures.append(failure)
+    if failures:
+        message = str(failures[0].args[0])
+        if good:
+            message += f" (the other graphs are fine, read them one by one: {', '.join(good)})"
+        raise StofPlanError(message)
+    return records
+
+
+def load_ceilings(path: Path, records: list[Record]) -> Ceilings:
+    """Read the ceilings of a device.
+
+    Args:
+        path: JSON with ``device``, ``copy_tb_s`` and ``matmul_tflops``, as a benchmark leaves it.
+        records: of the dump; its device has to be that of the ceilings.
+    Raises:
+        StofPlanError: unreadable, incomplete, or of another device.
+    """
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = Ceilings(float(body["copy_tb_s"]), float(body["matmul_tflops"]))
+        device = str(body["device"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StofPlanError(
+            f"--ceilings {path}: cannot be read ({error!r}); it has to be JSON with device, "
+            "copy_tb_s and matmul_tflops, as bench/ writes beside its CSV"
+        ) from error
+    if not (0 < found.copy_tb_s < float("inf") and 0 < found.matmul_tflops < float("inf")):
+        raise StofPlanError(f"--ceilings {path}: rates are positive numbers, got {found}")
+    for record in records:
+        here = str(record.device.get("name", ""))
+        if not here or not device.startswith(here):
+            raise StofPlanError(
+                f"--ceilings {path}: of {device!r}, the dump was made on {here!r}; measure the "
+                "ceilings of that device"
+            )
+    return found

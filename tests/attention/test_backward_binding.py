@@ -1,0 +1,65 @@
+"""What a call of a sparse kernel keeps for its gradients, and when candidates are measured anew."""
+
+import pytest
+import torch
+
+import stof_compile.ops  # noqa: F401
+from stof_compile import masks
+from stof_compile.attention.call import bind_kernel
+from stof_compile.attention.problem import AttentionProblem, TensorMeta
+from stof_compile.masks import build_block_mask
+
+
+def problem(**kwargs):
+    meta = TensorMeta((1, 2, 64, 16), (2048, 16, 32, 1), torch.float32)
+    spec = masks.sliding_window(9)
+    return AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.25, **kwargs)
+
+
+def bound(kernel, **kwargs):
+    """Names of the buffers of a call, and the arguments it gives its operator."""
+    pytest.importorskip("triton")
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+    from stof_compile.kernels.attention_rowwise import RowConfig
+
+    config = tuple(BlockConfig(16, 16) if kernel == "block" else RowConfig(16, 16))
+    call = bind_kernel(problem(**kwargs), kernel, config)
+    graph = torch.fx.Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    q, k, v, *held = (
+        torch.fx.Proxy(graph.placeholder(name), tracer) for name in ("q", "k", "v", *call.buffers)
+    )
+    call.run(q, k, v, None, None, dict(zip(call.buffers, held, strict=True)))
+    (node,) = (n for n in graph.nodes if "attention" in str(n.target))
+    return [name.split("16x16_")[1] for name in call.buffers], node.args
+
+
+@pytest.mark.parametrize("kernel", ["block", "row"])
+def test_training_keeps_the_log_sum_exp_and_the_lists_by_column(kernel):
+    names, arguments = bound(kernel, training=True)
+    assert names[7:] == ["key_ptr", "key_tiles"]
+    assert arguments[17] is True
+    assert [str(a).split("16x16_")[1] for a in arguments[18:]] == names[7:]
+
+
+@pytest.mark.parametrize("facts", [{}, {"training": True, "bias_grad": True}], ids=str)
+def test_what_the_kernels_do_not_serve_keeps_neither(facts):
+    names, arguments = bound("block", **facts)
+    assert len(names) == 7
+    assert arguments[17] is False and len(arguments) == 18
+
+
+def test_a_choice_for_training_is_not_one_for_inference_nor_for_a_learned_bias():
+    keys = {
+        problem(**facts).key
+        for facts in ({}, {"training": True}, {"training": True, "bias_grad": True})
+    }
+    assert len(keys) == 3
+
+
+def test_lists_by_column_are_made_once():
+    stored = build_block_mask(masks.causal(), 50, 70, 16)
+    key_ptr, key_tiles = stored.key_lists
+    assert stored.key_lists[0] is key_ptr
+    assert key_ptr.shape == (3, 5 + 1) and key_tiles.shape == (2, stored.col_idx.numel())
+    assert key_ptr.dtype == key_tiles.dtype == torch.int32
