@@ -164,7 +164,7 @@ def _gradients_agree(
     q, k, v, key_keep, bias = inputs
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = call.run(*leaves, key_keep, bias, call.buffers)
+        out = call.run(leaves[0], leaves[1], leaves[2], key_keep, bias, call.buffers)
         # as a reader of the next layer would give it: of the same kind as the output
         wanted = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         wanted.normal_(generator=generator)
@@ -174,25 +174,26 @@ def _gradients_agree(
     keys = torch.arange(problem.k_len, device=device)
     for b, head in sorted({(0, 0), (problem.batch - 1, kv_heads - 1)}):
         batch, heads = slice(b, b + 1), slice(head * group, (head + 1) * group)
-        keep_rows = partial(_kept, problem, b, torch.arange(problem.heads, device=device)[heads])
+        head_numbers = torch.arange(problem.heads, device=device)[heads]
         whole_bias = None
         if bias is not None:
             whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
             whole_bias = whole[batch, heads]
-        queries = q[batch, heads].double()
-        places = ((batch, heads), *[(batch, slice(head, head + 1))] * 2)
+        queries, of_keys = q[batch, heads].double(), slice(head, head + 1)
         expected = attention_backward_reference(
             wanted[batch, heads].double(),
             None,
             queries,
-            *(t[place].double() for t, place in zip((k, v), places[1:], strict=True)),
-            lambda first, last, keep_rows=keep_rows: keep_rows(first, last, keys),
+            k[batch, of_keys].double(),
+            v[batch, of_keys].double(),
+            partial(_kept, problem, b, head_numbers, keys),
             None if key_keep is None else key_keep[batch],
             whole_bias,
             problem.scale,
             problem.softcap,
             strip=strip_rows(queries, problem.k_len, 1),
         )
+        places = ((batch, heads), (batch, of_keys), (batch, of_keys))
         for found, reference, place in zip(gradients, expected, places, strict=False):
             dtype = problem.q.dtype
             if not check_close(found[place], reference, dtype, scale=GRADIENT_SCALE).ok:
@@ -204,9 +205,9 @@ def _kept(
     problem: AttentionProblem,
     b: int,
     heads: torch.Tensor,
+    keys: torch.Tensor,
     first: int,
     last: int,
-    keys: torch.Tensor,
 ) -> torch.Tensor | None:
     """The mask of some query rows and heads, [1, heads, rows, K]; None for all kept."""
     if problem.spec is None:
