@@ -161,10 +161,10 @@ def test_gradient_is_the_same_from_fragments():
 
     def gradients(arrays):
         ctx = type("Context", (), {})()
-        ctx.saved_tensors = (q, k, v, *arrays.values(), None, None)
+        ctx.saved_tensors = (q, k, v, *arrays.values(), *[None] * 6)  # no results, no lists
         ctx.scale, ctx.softcap, ctx.q_offset, ctx.band = 0.3, 0.0, 0, []
         ctx.config, ctx.inputs, ctx.return_lse = list(BlockConfig()), 18, False
-        ctx.needs_input_grad = (True,) * 18
+        ctx.needs_input_grad, ctx.tf32 = (True,) * 18, False
         from stof_compile.ops_block import attention_gradient
 
         return attention_gradient(ctx, grad, None)[:3]
