@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blockwise_backward_kernel import (
-    attention_backward_key_kernel,
-    attention_backward_query_kernel,
-)
+from .backward_key_kernel import attention_backward_key_kernel
+from .backward_query_kernel import attention_backward_query_kernel
 from .problem import (
     DTYPES,
     MAX_HEAD_DIM,

@@ -162,3 +162,24 @@ def tile_sums_described(
         w_tile = load_described(w_view, first_n, k, WEIGHT_KN)
         sums = tl.dot(x_tile, w_tile, sums, input_precision=PRECISION)
     return sums
+
+
+@triton.jit
+def described_or_plain_sums(
+    x_view, w_view, first_m, first_n, first_k, steps, M,
+    stride_x: tl.constexpr, stride_w: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WEIGHT_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``tile_sums_described`` with TMA, where the views are descriptors, else ``tile_sums``."""
+    if TMA:
+        return tile_sums_described(
+            x_view, w_view, first_m, first_n, first_k, steps, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION,
+        )  # fmt: skip
+    else:
+        return tile_sums(
+            x_view, w_view, first_m, first_n, first_k, steps, M, stride_x, stride_w, N, K,
+            WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip

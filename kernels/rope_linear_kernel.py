@@ -14,9 +14,8 @@ from .linear_handoff import add_parts, give_part, wait_for_parts
 from .linear_tiles import (
     describe_weight,
     describe_x,
+    described_or_plain_sums,
     tile_position,
-    tile_sums,
-    tile_sums_described,
 )
 
 
@@ -47,7 +46,7 @@ def rope_linear_kernel(
         for tile in tl.range(program, tiles, tl.num_programs(0), flatten=True):
             first_m, column = tile_position(tile, M, BLOCK_M, TILES_N, GROUP_M)
             first_n = column * BLOCK_N
-            sums = _sums(
+            sums = described_or_plain_sums(
                 x_view, w_view, first_m, first_n, tile * 0, STEPS, M, stride_x, stride_w, N, K,
                 WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K, PRECISION,
             )  # fmt: skip
@@ -68,7 +67,7 @@ def rope_linear_kernel(
         if SPLIT_K > 1:
             steps = tl.minimum(PART_STEPS, STEPS - part * PART_STEPS)
             first_k = part * (PART_STEPS * BLOCK_K)
-        sums = _sums(
+        sums = described_or_plain_sums(
             x_view, w_view, first_m, first_n, first_k, steps, M, stride_x, stride_w, N, K,
             WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_M, EVEN_N, EVEN_K, PRECISION,
         )  # fmt: skip
@@ -208,23 +207,3 @@ def _store_half(
     else:
         inside = (m_idx[:, None, None] < M - first_m) & (head[None, :, None] < N)
         tl.store(pointers, rounded, mask=inside)
-
-
-@triton.jit
-def _sums(
-    x_view, w_view, first_m, first_n, first_k, steps, M,
-    stride_x: tl.constexpr, stride_w: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    WEIGHT_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    if TMA:
-        return tile_sums_described(
-            x_view, w_view, first_m, first_n, first_k, steps, WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K,
-            PRECISION,
-        )  # fmt: skip
-    else:
-        return tile_sums(
-            x_view, w_view, first_m, first_n, first_k, steps, M, stride_x, stride_w, N, K,
-            WEIGHT_KN, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, PRECISION,
-        )  # fmt: skip

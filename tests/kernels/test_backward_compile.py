@@ -10,8 +10,10 @@ pytest.importorskip("triton")
 
 from compile_targets import CUDA, FULL
 from compiling import GFX942, compile_kernel, needs
-from stof_compile.kernels import blockwise_backward_kernel, limits
+from stof_compile.kernels import limits
 from stof_compile.kernels.attention_backward import pieces
+from stof_compile.kernels.backward_key_kernel import attention_backward_key_kernel
+from stof_compile.kernels.backward_query_kernel import attention_backward_query_kernel
 from stof_compile.kernels.problem import band_flags, next_power_of_two, score_constants
 
 pytestmark = pytest.mark.compile_only
@@ -20,10 +22,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 NAMES = {HALF: "fp16", BRAIN: "bf16", SINGLE: "fp32"}
 FAR = 1 << 30
 SLIDING = [-32, 32, 0, 0, FAR]
-KERNELS = {
-    "query": blockwise_backward_kernel.attention_backward_query_kernel,
-    "key": blockwise_backward_kernel.attention_backward_key_kernel,
-}
+KERNELS = {"query": attention_backward_query_kernel, "key": attention_backward_key_kernel}
 
 
 def piece_on(kernel, target, head_dim, dtype, tile):
