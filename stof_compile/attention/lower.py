@@ -157,16 +157,19 @@ def _lower_static(
             report.reason = f"SDPA was chosen and is already there ({choice.reason})"
             return ""
         try:
-            call = _bound(problem, choice)
+            call = _bound(problem, choice, ctx)
         except StofUnsupportedError as refusal:
             return str(refusal)
     _put(gm, site, call, parts, choice, report)
     return ""
 
 
-def _bound(problem: AttentionProblem, choice: AttentionPlan) -> KernelCall:
+def _bound(problem: AttentionProblem, choice: AttentionPlan, ctx: LoweringContext) -> KernelCall:
     """The call of a choice; its gradients come from kernels where a trial has checked them."""
-    checked = choice.source in ("measured", "store", "plan")
+    made = choice
+    if choice.source == "plan" and ctx.plan is not None:  # how it came into the plan
+        made = ctx.plan.attention[problem.key]
+    checked = made.source in ("measured", "store")
     return bind_kernel(problem, choice.kernel, choice.config, own_gradients=checked)
 
 
@@ -216,7 +219,7 @@ def _lower_nested(
             problem = attention_problem(nested.site, parts, nested.spec, nested.offset, ctx.facts)
             choice = _choice(problem, ctx, report)
             try:
-                call = _bound(problem, choice)
+                call = _bound(problem, choice, ctx)
             except StofUnsupportedError as refusal:
                 nested = str(refusal)
     if not isinstance(nested, str):
