@@ -200,7 +200,8 @@ def _heads(rotation: Rotation, values: Values, columns: int) -> _Heads:
     if not all(isinstance(part, Tensor) for part in (value, low, high)):
         raise _Refused(f"'{name}' rotates a copy of the product's result")
     assert value is not None and low is not None and high is not None
-    if tensor_meta(rotation.result).dtype != value.dtype:  # type: ignore[union-attr]
+    result = tensor_meta(rotation.result)
+    if result is None or result.dtype != value.dtype:
         raise _Refused(f"'{name}' is rotated in another dtype")
     dim, start = value.shape[-1], value.storage_offset()
     halves = (*value.shape[:-1], dim // 2)

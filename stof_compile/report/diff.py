@@ -246,7 +246,12 @@ def _pairs(
     while left and right:
         pairs.append((left.pop(0), right.pop(0)))
     pairs += [(mine, None) for mine in left] + [(None, other) for other in right]
-    return sorted(pairs, key=lambda pair: (pair[0] is None, (pair[0] or pair[1]).number))  # type: ignore[union-attr]
+
+    def place(pair: tuple[GraphReport | None, GraphReport | None]) -> tuple[bool, int]:
+        known = pair[0] or pair[1]
+        return pair[0] is None, 0 if known is None else known.number
+
+    return sorted(pairs, key=place)
 
 
 def _numbered(items: Sequence[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
