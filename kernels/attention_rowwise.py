@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .limits import shared_memory_bytes, shared_memory_limit, tf32_allowed, without_spills
 from .mask_tiles import band_bounds, split_program_id
+from .overlap_kernel import start_after_previous
 from .problem import (
     TileMask,
     band_arguments,
@@ -90,11 +91,13 @@ def _attention_row_kernel(
     SINGLE_PLANE: tl.constexpr, HEADS_FAST: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program (query row, batch, plane head): GROUP heads that share k, v and the mask plane.
 
     ``batch_heads`` and ``plane_heads`` count groups of heads, ``heads`` single ones.
     """
+    start_after_previous(PDL)
     b, group_id, row = split_program_id(q_len, batch_heads, plane_heads, HEADS_FAST)
     first_head = group_id * GROUP
     b64 = b.to(tl.int64)

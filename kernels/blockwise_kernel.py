@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
+from .overlap_kernel import start_after_previous
 from .softmax import attention_scores, finish_softmax, softmax_step, starting_maximum
 
 
@@ -210,8 +211,10 @@ def attention_block_kernel(
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads."""
+    start_after_previous(PDL)
     b, h, slot = split_program_id(rows, batch_heads, heads, HEADS_FAST)
     # These loads stay in the kernel's own body: torch.compile decides from it what the kernel
     # writes, follows a value loaded in a called function back to its tensor, and would clone that

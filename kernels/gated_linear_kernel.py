@@ -18,6 +18,7 @@ from .linear_tiles import (
     weight_step,
     weight_tile,
 )
+from .overlap_kernel import start_after_previous
 
 
 @triton.jit
@@ -30,8 +31,10 @@ def gated_linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PERSISTENT: tl.constexpr, TMA: tl.constexpr, PIECES: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A program per tile, or persistent programs that walk over the tiles."""
+    start_after_previous(PDL)
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     x_view, gate_view, up_view = x, gate, up
     if TMA:

@@ -11,6 +11,7 @@ import triton.language as tl
 from .linear_epilogue import activate, finish_tile, load_row, write_tile
 from .linear_handoff import give_part, hand_over, wait_for, wait_for_parts
 from .linear_tiles import tile_sums
+from .overlap_kernel import start_after_previous
 
 
 @triton.jit
@@ -25,8 +26,10 @@ def linear_chain_kernel(
     SPLIT_K: tl.constexpr, PIECES: tl.constexpr, FLAGS: tl.constexpr, READERS: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_H: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K1: tl.constexpr, EVEN_K2: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """FLAGS and READERS: powers of two that hold the flags one program waits for, or sets."""
+    start_after_previous(PDL)
     TILES_H: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = tl.cdiv(M, BLOCK_M)

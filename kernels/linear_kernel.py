@@ -16,6 +16,7 @@ from .linear_tiles import (
     described_or_plain_sums,
     tile_position,
 )
+from .overlap_kernel import start_after_previous
 
 
 @triton.jit
@@ -30,8 +31,10 @@ def linear_kernel(
     SPLIT_K: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PIECES: tl.constexpr,
     EARLY: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """EARLY: the operands of the epilogue are loaded before the product, not after it."""
+    start_after_previous(PDL)
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     x_view, w_view = x, weight

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .norm_kernel import load_tile
+from .overlap_kernel import start_after_previous
 
 
 @triton.jit
@@ -34,6 +35,7 @@ def linear_partials_kernel(
     N: tl.constexpr, K: tl.constexpr, TILES_N: tl.constexpr, STEPS: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of ``x @ weight.T`` over STEPS * BLOCK_K of K: plane ``split`` of partials.
 
@@ -41,6 +43,7 @@ def linear_partials_kernel(
     grid, so that neighbours share rows of x while the weight stays in L2. EVEN_K promises that
     all splits are whole.
     """
+    start_after_previous(PDL)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
     first_n = (pid % TILES_N) * BLOCK_N
@@ -133,12 +136,14 @@ def linear_norm_rows_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, LEFT_N: tl.constexpr, RIGHT_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """BLOCK_M whole rows of ``norm(x @ weight.T + bias + residual)`` a program.
 
     A row is a left tile of LEFT_N <= N columns, all of them real, beside a right one of RIGHT_N, or
     0 where N is a power of two: 768 columns are 512 and 256, not 1,024.
     """
+    start_after_previous(PDL)
     EVEN_N: tl.constexpr = LEFT_N + RIGHT_N == N
     MASK_N: tl.constexpr = not EVEN_N and STRIDE_WN == 1
     first = tl.program_id(0).to(tl.int64) * BLOCK_M

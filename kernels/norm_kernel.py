@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .overlap_kernel import start_after_previous
+
 
 @triton.jit
 def load_tile(pointers, valid, MASKED: tl.constexpr):
@@ -19,12 +21,14 @@ def norm_rows_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """ROWS rows of ``norm(sum of the PARTIALS planes of x + bias + residual)`` a program.
 
     x is [PARTIALS, rows, N]; planes are added in their order, so a result can be repeated. Strides
     are constants: they tell the compiler which loads take 16 bytes.
     """
+    start_after_previous(PDL)
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK_N)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .overlap import ARGUMENT, OverlappingKernel
+
 # A piece of a band is absent when its number is at least this far from zero (global counts: when
 # 0).
 FAR = 1 << 30
@@ -197,6 +199,8 @@ def launchable(kernel: Any, tensor: Tensor) -> Any:  # JIT or interpreted
             "Triton kernels run on a GPU (or under TRITON_INTERPRET=1); use stof::attention_cpu",
             tensor.device,
         )
+        if ARGUMENT in kernel.arg_names:
+            return OverlappingKernel(kernel, tensor.device)
         return torch.library.wrap_triton(kernel)
     return kernel
 

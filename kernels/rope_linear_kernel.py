@@ -17,6 +17,7 @@ from .linear_tiles import (
     described_or_plain_sums,
     tile_position,
 )
+from .overlap_kernel import start_after_previous
 
 
 @triton.jit
@@ -30,8 +31,10 @@ def rope_linear_kernel(
     SPLIT_K: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PIECES: tl.constexpr,
     CHUNKS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """T: rows of the tables. WRAPS: they are fewer than M and begin anew at every multiple of T."""
+    start_after_previous(PDL)
     tl.static_assert(BLOCK_N % HEAD_DIM == 0, "a tile holds whole heads")
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K

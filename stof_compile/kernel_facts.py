@@ -4,6 +4,10 @@ Functionalisation and Inductor ask torch which arguments a user's kernel writes 
 called, and torch lowers the kernel to Triton's IR each time it is asked (pytorch/pytorch#193227):
 for twelve layers with four of our kernels each this was much of a cold compile. Torch's caches
 and Inductor's wrapper likewise ask for the source of a kernel and of all that it calls.
+
+Launches that overlap (kernels/overlap.py) need two answers more: a kernel that waits for the one
+before writes what it would write without waiting, and Inductor has to launch it with the attribute
+that makes the wait mean something; it has no way to ask for that in a user's kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 
 KERNELS = "stof_compile.kernels."
 EFFECTS = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13; 2.11
+ARGUMENT = "PDL"  # as in kernels/overlap.py
 SOURCE = ("user_defined_triton_kernel_transitive_closure_source_code",)
 
 _known: dict[tuple[Any, ...], Any] = {}
@@ -34,6 +39,8 @@ def remembered_kernel_facts() -> Iterator[None]:
     from torch._higher_order_ops import triton_kernel_wrap
     from torch._inductor.codegen import wrapper
 
+    from stof_compile.kernels.overlap import overlap_in_traces
+
     with _lock, ExitStack() as ending:
         for module, names, key in (
             (triton_kernel_wrap, EFFECTS, _effects_key),
@@ -44,6 +51,13 @@ def remembered_kernel_facts() -> Iterator[None]:
                 asked = getattr(module, name)
                 ending.callback(setattr, module, name, asked)
                 setattr(module, name, _remembering(name, asked, key))
+        writer = getattr(wrapper, "PythonWrapperCodegen", None)
+        if hasattr(writer, "define_kernel") and any(
+            hasattr(triton_kernel_wrap, name) for name in EFFECTS
+        ):
+            ending.callback(setattr, writer, "define_kernel", writer.define_kernel)
+            writer.define_kernel = _launching_early(writer.define_kernel)
+            ending.enter_context(overlap_in_traces())
         yield
 
 
@@ -51,6 +65,7 @@ def _remembering(
     name: str, asked: Callable[..., Any], key_of: Callable[..., tuple[Any, ...] | None]
 ) -> Callable[..., Any]:
     def answer(*question: Any) -> Any:
+        question = _as_if_alone(*question)
         about = key_of(*question)
         if about is None:
             return asked(*question)
@@ -60,6 +75,33 @@ def _remembering(
         return copy.copy(_known[key])
 
     return answer
+
+
+def _as_if_alone(kernel: Any, *more: Any) -> tuple[Any, ...]:
+    """The question about a kernel that does not wait for another: torch cannot read the wait."""
+    if _is_ours(kernel) and more and isinstance(more[0], dict) and more[0].get(ARGUMENT):
+        return (kernel, {**more[0], ARGUMENT: False}, *more[1:])
+    return (kernel, *more)
+
+
+def _launching_early(define: Callable[..., Any]) -> Callable[..., Any]:
+    """``PythonWrapperCodegen.define_kernel`` that passes the launch attribute on."""
+
+    def defining(self: Any, name: str, body: str, *rest: Any, **named: Any) -> Any:
+        return define(self, name, with_launch_attribute(body), *rest, **named)
+
+    return defining
+
+
+def with_launch_attribute(body: str) -> str:
+    """Inductor's code of a user's kernel; with the attribute if it waits for the kernel before.
+
+    Without it the kernel is as right, and starts when the one before has ended.
+    """
+    head, mark, rest = body.partition("@triton.jit")
+    if not mark or f"'{ARGUMENT}': True" not in head:
+        return body
+    return head.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1) + mark + rest
 
 
 def _is_ours(kernel: Any) -> bool:

@@ -51,6 +51,12 @@ def compile_source(source: Any, target: GPUTarget, options: dict[str, Any]) -> A
     return compiled
 
 
+def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a kernel, those that have a default and are not given included."""
+    held = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default}
+    return held | constants
+
+
 def compile_kernel(
     kernel: Any,
     target: int | str,
@@ -60,6 +66,7 @@ def compile_kernel(
     num_stages: int,
 ) -> Any:
     """Compile for an sm number or "gfx942"; every integer argument is a 16-byte multiple."""
+    constants = with_defaults(kernel, constants)
     signature = {name: _type(name, dtype, constants) for name in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiling import Needs, compile_source, needs
+from compiling import Needs, compile_source, needs, with_defaults
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -69,7 +69,7 @@ def compile_launch(launch: Launch, target: int) -> Any:
     kernel = launch.kernel
     signature, constants, attributes = {}, {}, {}
     for index, (param, name) in enumerate(zip(kernel.params, kernel.arg_names, strict=True)):
-        value = launch.arguments[name]
+        value = launch.arguments.get(name, param.default)
         if param.is_constexpr or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constants[name] = value
@@ -82,6 +82,8 @@ def compile_launch(launch: Launch, target: int) -> Any:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if launch.arguments.get("PDL"):
+        options["launch_pdl"] = True
     return compile_source(source, GPUTarget("cuda", target, 32), options)
 
 
@@ -109,7 +111,7 @@ def written_arguments(kernel: Any, arguments: dict[str, Any]) -> set[str]:
             name: torch.empty(value.shape, dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else value
-            for name, value in arguments.items()
+            for name, value in with_defaults(kernel, arguments).items()
         }
         if hasattr(wrap, "identify_accessed_tensors"):
             accesses = wrap.identify_accessed_tensors(kernel, given, {})

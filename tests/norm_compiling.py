@@ -4,7 +4,7 @@ Their types and constants are given; ``linear_compiling`` takes them from a laun
 """
 
 import torch
-from compiling import compile_source, needs
+from compiling import compile_source, needs, with_defaults
 from linear_compiling import written_arguments
 from norm_recipes import NAMES
 from stof_compile.kernels.limits import shared_memory_limit
@@ -19,7 +19,7 @@ def needed_by(kernel, target, types, constants, num_warps, num_stages=1):
         types: argument -> Triton type; arguments that are in neither are i32, multiples of 16.
         constants: its constexpr arguments.
     """
-    names = kernel.arg_names
+    names, constants = kernel.arg_names, with_defaults(kernel, constants)
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
@@ -33,7 +33,7 @@ def needed_by(kernel, target, types, constants, num_warps, num_stages=1):
 def written_by(kernel, types, constants):
     """Names of the arguments that torch.compile takes for written by a kernel."""
     dtypes = {f"*{name}": dtype for dtype, name in NAMES.items()}
-    given = dict.fromkeys(kernel.arg_names, 64) | constants
+    given = dict.fromkeys(kernel.arg_names, 64) | with_defaults(kernel, constants)
     for name in set(types) & set(kernel.arg_names):
         given[name] = torch.empty(4, 4, dtype=dtypes[types[name]])
     return written_arguments(kernel, given)

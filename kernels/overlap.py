@@ -1,0 +1,67 @@
+"""Programmatic dependent launch: a kernel starts while the one before it in the stream ends.
+
+On Hopper and newer a kernel launched so gets its blocks onto the multiprocessors as soon as all
+blocks of the kernel before it have started. It then waits where it asks to: here at its first
+statement (``overlap_kernel.py``), before it reads or writes memory, so that the order of all memory
+accesses stays that of ordinary launches. What is saved is the gap between two kernels.
+
+Every block of such a kernel has to wait: else the kernel after it could pass the one before it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+ARGUMENT = "PDL"
+"""The constant of a kernel that calls ``start_after_previous``."""
+
+_traced: ContextVar[bool] = ContextVar("stof_overlapping_launches_in_traces", default=False)
+
+
+@contextlib.contextmanager
+def overlap_in_traces() -> Iterator[None]:
+    """Let launches that are traced meanwhile overlap, too.
+
+    Whoever opens this has to see to it that the compiler passes the launch attribute on
+    (``launch_pdl``) and does not take the wait for a write to all arguments.
+    """
+    token = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
+class OverlappingKernel:
+    """A kernel with the argument ``PDL``, which is set where the device and the caller allow it."""
+
+    def __init__(self, kernel: Any, device: torch.device) -> None:
+        self._kernel, self._device = kernel, device
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """The kernel on a grid, to be called with its arguments."""
+
+        def launch(*arguments: Any, **named: Any) -> None:
+            from torch._library.triton import is_wrap_triton_enabled
+
+            able = _overlaps(self._device)
+            if is_wrap_triton_enabled():  # traced
+                named[ARGUMENT] = able and _traced.get()
+                torch.library.wrap_triton(self._kernel)[grid](*arguments, **named)
+            elif able:
+                self._kernel[grid](*arguments, **named, **{ARGUMENT: True}, launch_pdl=True)
+            else:
+                self._kernel[grid](*arguments, **named, **{ARGUMENT: False})
+
+        return launch
+
+
+@lru_cache(maxsize=16)
+def _overlaps(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
