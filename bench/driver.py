@@ -17,6 +17,7 @@ import torch
 from results import log_event, log_path, read_rows, say
 
 HERE = Path(__file__).resolve().parent
+NO_MODELS = ("attention", "cpu", "mask", "ceilings")
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ def settle(args: argparse.Namespace) -> None:
             else default_out(args)
         )
     args.out = args.out.resolve()
+    args.dump_dir = args.dump_dir and args.dump_dir.resolve()
     args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     if args.cell_timeout is None:
-        args.cell_timeout = 540.0 if args.command in ("e2e", "tuning", "accuracy") else 240.0
+        args.cell_timeout = 240.0 if args.command in NO_MODELS else 540.0
     if args.warm is None:  # elsewhere the seconds of a cold compile are part of the result
         args.warm = 8 if args.device == "cuda" and args.command == "attention" else 0
 
@@ -82,6 +84,7 @@ def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
         "caches",
         "length",
         "tune_budget",
+        "dump_dir",
     ):
         value = getattr(args, name)
         if value not in (None, ""):

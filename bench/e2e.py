@@ -79,7 +79,10 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
             continue
         where = (args.out, args.worker, way.name, model)
         if way.attention == "stof":
-            way = replace(way, options={"tune_budget_s": args.tune_budget, **way.options})
+            options = {"tune_budget_s": args.tune_budget, **way.options}
+            if args.dump_dir is not None:
+                options["dump_dir"] = str(args.dump_dir / f"{model}-{shape}-{way.name}")
+            way = replace(way, options=options)
         with timing.own_caches(args.caches, f"e2e-{way.name}", subject.setup.store):
             try:
                 row = _run_way(way, subject, where, device)
@@ -150,6 +153,10 @@ def _measure(
     }
 
 
+SEARCH_NOTES = ("fusion measured", "whole graph")
+"""How notes begin that say what the search had time for, and which form was kept."""
+
+
 def stof_detail(compiled: Any) -> str:
     """How often each kernel was chosen, the schemes of the chains, and the form that was kept."""
     import stof_compile
@@ -169,7 +176,7 @@ def scheme_texts(records: Sequence[Any]) -> list[str]:
             )
         for pack in record.packs:
             texts.append(f"{pack.count}x {'packed' if pack.packed else 'apart'} {pack.sizes}")
-        texts += [note for note in record.notes if note.startswith("whole graph")]
+        texts += [note for note in record.notes if note.startswith(SEARCH_NOTES)]
     return texts
 
 

@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "--cell-timeout",
         type=float,
         default=None,
-        help="seconds a cell may take; default 240, for e2e, tuning and accuracy 540",
+        help="seconds a cell may take; default 240, 540 where whole models are compiled",
     )
     parsed.add_argument(
         "--budget",
@@ -102,6 +102,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument(
         "--smoke", action="store_true", help="toy sizes: only to see that everything runs"
+    )
+    parsed.add_argument(
+        "--dump-dir", type=Path, help="e2e: STOF's dump of every cell, in a folder of its own there"
     )
     parsed.add_argument("--length", type=int, help="mask: tokens; default 131072")
     parsed.add_argument("--worker", help=argparse.SUPPRESS)

@@ -31,6 +31,7 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     common = ["--device", "cpu", "--seed", "1", "--tune-budget", "0", "--caches", str(folder)]
     e2e = ["e2e", *common, "--smoke", "--out", str(folder / "e2e.csv")]
+    e2e += ["--dump-dir", str(folder / "dumps")]
     tuning = ["tuning", *common, "--out", str(folder / "tuning.csv")]
     accuracy = ["accuracy", *common, "--smoke", "--out", str(folder / "accuracy.csv")]
     accuracy += ["--peers", "auto,rules"]
@@ -54,6 +55,12 @@ def ran(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout, done.stderr
+
+
+def test_every_cell_dumps_into_a_folder_of_its_own(ran):
+    folder, _, _ = ran
+    dumps = {path.parent.parent.name for path in folder.glob("dumps/*/graph_*/record.json")}
+    assert dumps == {f"{m}-1x100-{p}" for m, names in RUN.items() for p in names if "stof" in p}
 
 
 def test_whole_models_under_every_form_of_mask(ran):
