@@ -18,7 +18,7 @@ from .linear_tiles import (
     weight_step,
     weight_tile,
 )
-from .overlap_kernel import start_after_previous
+from .overlap_kernel import fetch_early, start_after_previous
 
 
 @triton.jit
@@ -34,6 +34,8 @@ def gated_linear_kernel(
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A program per tile, or persistent programs that walk over the tiles."""
+    fetch_early(PDL, gate, N, K, stride_gate, GATE_KN)
+    fetch_early(PDL, up, N, K, stride_up, UP_KN)
     start_after_previous(PDL)
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     x_view, gate_view, up_view = x, gate, up

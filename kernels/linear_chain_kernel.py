@@ -11,7 +11,7 @@ import triton.language as tl
 from .linear_epilogue import activate, finish_tile, load_row, write_tile
 from .linear_handoff import give_part, hand_over, wait_for, wait_for_parts
 from .linear_tiles import tile_sums
-from .overlap_kernel import start_after_previous
+from .overlap_kernel import fetch_early, start_after_previous
 
 
 @triton.jit
@@ -29,6 +29,8 @@ def linear_chain_kernel(
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """FLAGS and READERS: powers of two that hold the flags one program waits for, or sets."""
+    fetch_early(PDL, w1, H, K, stride_w1, W1_KN)
+    fetch_early(PDL, w2, N, H, stride_w2, W2_KN)
     start_after_previous(PDL)
     TILES_H: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -16,7 +16,7 @@ from .linear_tiles import (
     described_or_plain_sums,
     tile_position,
 )
-from .overlap_kernel import start_after_previous
+from .overlap_kernel import fetch_early, start_after_previous
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def linear_kernel(
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """EARLY: the operands of the epilogue are loaded before the product, not after it."""
+    fetch_early(PDL, weight, N, K, stride_w, WEIGHT_KN)
     start_after_previous(PDL)
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .norm_kernel import load_tile
-from .overlap_kernel import start_after_previous
+from .overlap_kernel import fetch_early, start_after_previous
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def linear_partials_kernel(
     grid, so that neighbours share rows of x while the weight stays in L2. EVEN_K promises that
     all splits are whole.
     """
+    fetch_early(PDL, weight, N, K, STRIDE_WN if STRIDE_WK == 1 else STRIDE_WK, STRIDE_WK != 1)
     start_after_previous(PDL)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
@@ -143,6 +144,7 @@ def linear_norm_rows_kernel(
     A row is a left tile of LEFT_N <= N columns, all of them real, beside a right one of RIGHT_N, or
     0 where N is a power of two: 768 columns are 512 and 256, not 1,024.
     """
+    fetch_early(PDL, weight, N, K, STRIDE_WN if STRIDE_WK == 1 else STRIDE_WK, STRIDE_WK != 1)
     start_after_previous(PDL)
     EVEN_N: tl.constexpr = LEFT_N + RIGHT_N == N
     MASK_N: tl.constexpr = not EVEN_N and STRIDE_WN == 1

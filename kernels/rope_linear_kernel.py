@@ -17,7 +17,7 @@ from .linear_tiles import (
     described_or_plain_sums,
     tile_position,
 )
-from .overlap_kernel import start_after_previous
+from .overlap_kernel import fetch_early, start_after_previous
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def rope_linear_kernel(
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """T: rows of the tables. WRAPS: they are fewer than M and begin anew at every multiple of T."""
+    fetch_early(PDL, weight, N, K, stride_w, WEIGHT_KN)
     start_after_previous(PDL)
     tl.static_assert(BLOCK_N % HEAD_DIM == 0, "a tile holds whole heads")
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

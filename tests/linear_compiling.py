@@ -34,7 +34,13 @@ class Launch:
 
 
 def record(module: Any, function: str, *arguments: Any, tma: bool = True) -> Launch:
-    """Call a launcher of ``stof_compile.kernels`` on (fake) tensors and record its launch.
+    """The only launch of ``record_all``."""
+    (launch,) = record_all(module, function, *arguments, tma=tma)
+    return launch
+
+
+def record_all(module: Any, function: str, *arguments: Any, tma: bool = True) -> list[Launch]:
+    """Call a launcher of ``stof_compile.kernels`` on (fake) tensors and record its launches.
 
     Args:
         module: the module of the launcher.
@@ -60,8 +66,7 @@ def record(module: Any, function: str, *arguments: Any, tma: bool = True) -> Lau
         if hasattr(module, "describable"):
             patch.setattr(module, "describable", lambda tensor, stride: tma)
         getattr(module, function)(*arguments)
-    (launch,) = launches
-    return launch
+    return launches
 
 
 def compile_launch(launch: Launch, target: int) -> Any:

@@ -5,8 +5,18 @@ import copy
 import pytest
 import torch
 from compiling import needs
-from linear_compiling import compile_launch, record
-from stof_compile.kernels import linear, overlap
+from linear_compiling import compile_launch, record, record_all
+from stof_compile.kernels import (
+    gated_linear,
+    linear,
+    linear_chain,
+    linear_norm,
+    overlap,
+    rope_linear,
+)
+from stof_compile.kernels.gated_linear import GatedLinearConfig
+from stof_compile.kernels.linear_chain import LinearChainConfig
+from stof_compile.kernels.linear_norm import FULL_ROW, LinearNormConfig
 from torch._subclasses import FakeTensorMode
 
 from stof_compile import kernel_facts
@@ -77,6 +87,17 @@ def launches():
             config = [32, 32, 128, 4, 4, 8, splits, 0, 0]
             operands = (x, w, vector, residual, None, activation, config)
             yield record(linear, "fused_linear_forward", *operands)
+        gated = (x, w, w, None, None, "silu", GatedLinearConfig())
+        yield record(gated_linear, "fused_gated_linear_forward", *gated)
+        chain = (x, w, vector, "gelu", w, vector, x, LinearChainConfig())
+        yield record(linear_chain, "fused_linear_chain_forward", *chain)
+        table = half(128, 64)
+        rope = (x, w, None, table, table, 64, 512, [64, 64, 64, 4, 3, 8, 1, 0, 0])
+        yield record(rope_linear, "fused_rope_linear_forward", *rope)
+        norm = (x, w, vector, x, vector, vector, "layer_norm", 1e-5)
+        yield record_all(linear_norm, "linear_norm_forward", *norm, LinearNormConfig())[0]
+        rows = LinearNormConfig(FULL_ROW, 16, block_k=32, num_warps=8)
+        yield record(linear_norm, "linear_norm_forward", *norm, rows)
 
 
 @pytest.mark.compile_only
@@ -93,6 +114,7 @@ def test_the_wait_costs_nothing_but_itself(target):
             wait = text.index("griddepcontrol.wait")
             assert "ld.global" not in text[:wait] and "st.global" not in text[:wait]
             assert "cp.async" not in text[:wait]
+            assert "prefetch.global.L2" in text[:wait]
 
 
 needs_hopper = pytest.mark.skipif(
