@@ -179,6 +179,7 @@ def _launch(
         REGISTERS=CONSUMER_REGISTERS,
         num_warps=4,
         maxnreg=REGISTERS,
+        launch_pdl=True,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper_kernel import barrier_of_threads, tma_load, tma_store
 
@@ -214,6 +215,8 @@ def hopper_linear_kernel(
         mbarrier.init(readies.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
+    gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
