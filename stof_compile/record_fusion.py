@@ -28,6 +28,7 @@ def record_fusion(result: FusionResult, record: Record) -> None:
     record.timings_s["measuring"] = result.measuring_s
     if result.trials:
         record.notes.append(
-            f"fusion measured {result.trials} candidates in {result.measuring_s:.1f} s, of which "
-            f"{result.compiling_s:.1f} s waiting for compilers"
+            f"fusion measured {result.trials} candidates in {result.measuring_s:.1f} s: "
+            f"{result.compiling_s:.1f} s waiting for compilers, {result.first_calls_s:.1f} s in "
+            f"first calls, {result.timing_s:.1f} s timing"
         )
