@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bound_launch import Descriptor, launch
 from .problem import (
     LOG2E,
     TileMask,
@@ -106,8 +107,6 @@ def attention_hopper_forward(
     Raises:
         ValueError: a size or array that the kernel does not take.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .hopper_kernel import attention_hopper_kernel
 
     arrays = TileMask(*mask)
@@ -136,35 +135,35 @@ def attention_hopper_forward(
     block_d = next_power_of_two(head_dim)
     tiles, words = _layouts()
     operands = [
-        TensorDescriptor(t, list(t.shape), _strides(t), [1, 1, TILE, block_d], tiles)
+        Descriptor(t, t.shape, _strides(t), (1, 1, TILE, block_d), tiles)
         for t in (_for_tma(p.q), _for_tma(p.k), _for_tma(p.v), out.transpose(1, 2))
     ]
     fragments = arrays.bitmap
     has_part = fragments.shape[0] > 0
     if not has_part:
         fragments = fragments.new_empty((1, WORDS))
-    operands.append(
-        TensorDescriptor(fragments, list(fragments.shape), [WORDS, 1], [1, WORDS], words)
-    )
+    operands.append(Descriptor(fragments, fragments.shape, (WORDS, 1), (1, WORDS), words))
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     with on_device(q):
         queue = arrays.row_ptr.new_zeros(1)
-        attention_hopper_kernel[(min(workers, units),)](
+        arguments = [
             *operands, lse if return_lse else queue, queue,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
             p.batch * p.heads, p.heads, p.q_len, p.rows, max(0, min(heavy_rows, p.rows)),
-            MULT=float(scale) * LOG2E,
-            BLOCK_D=block_d,
-            STAGES=stages,
-            Q_SLOTS=query_slots(block_d, programs),
-            GROUP=p.group,
-            SINGLE_PLANE=p.single_plane,
-            HAS_PART=has_part,
-            RETURN_LSE=return_lse,
-            num_warps=4,
-            maxnreg=_REGISTERS[programs],
-        )  # fmt: skip
+        ]  # fmt: skip
+        constants = {
+            "MULT": float(scale) * LOG2E,
+            "BLOCK_D": block_d,
+            "STAGES": stages,
+            "Q_SLOTS": query_slots(block_d, programs),
+            "GROUP": p.group,
+            "SINGLE_PLANE": p.single_plane,
+            "HAS_PART": has_part,
+            "RETURN_LSE": return_lse,
+        }
+        options = {"num_warps": 4, "maxnreg": _REGISTERS[programs]}
+        launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
     return out.transpose(1, 2), lse
 
 

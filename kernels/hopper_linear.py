@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .bound_launch import Descriptor, launch
 from .limits import shared_memory_limit
 from .problem import on_device
 
@@ -144,43 +145,44 @@ def _launch(
     config: HopperLinearConfig,
     weight_kn: bool,
 ) -> None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .hopper_linear_kernel import hopper_linear_kernel
 
     (rows, k), n = x.shape, out.shape[1]
     block_m, block_n, stages, group_m = config
     tiles, vector = _layouts()
-    weight_block = [BLOCK_K, block_n] if weight_kn else [block_n, BLOCK_K]
-    half = [block_m, block_n // 2]  # a tile is finished by halves
+    weight_block = (BLOCK_K, block_n) if weight_kn else (block_n, BLOCK_K)
+    half = (block_m, block_n // 2)  # a tile is finished by halves
     biases = out[0] if bias is None else bias.contiguous()
     if biases.data_ptr() % 16:  # TMA cannot address it
         biases = biases.clone()
     added = out if residual is None else residual
     operands = [
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, BLOCK_K], tiles),
-        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), weight_block, tiles),
-        TensorDescriptor(biases, [1, n], [n, 1], [1, half[1]], vector),
-        TensorDescriptor(added, [rows, n], list(added.stride()), half, tiles),
-        TensorDescriptor(out, [rows, n], [n, 1], half, tiles),
+        Descriptor(x, x.shape, x.stride(), (block_m, BLOCK_K), tiles),
+        Descriptor(weight, weight.shape, weight.stride(), weight_block, tiles),
+        Descriptor(biases, (1, n), (n, 1), (1, half[1]), vector),
+        Descriptor(added, (rows, n), added.stride(), half, tiles),
+        Descriptor(out, (rows, n), (n, 1), half, tiles),
     ]
     tiles_m, tiles_n = -(-rows // block_m), -(-n // block_n)
     workers = torch.cuda.get_device_properties(x.device).multi_processor_count
-    hopper_linear_kernel[(min(workers, tiles_m * tiles_n),)](
-        *operands, tiles_m, tiles_n, group_m, -(-k // BLOCK_K),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K,
-        STAGES=stages,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        WEIGHT_KN=weight_kn,
-        REGISTERS=CONSUMER_REGISTERS,
-        num_warps=4,
-        maxnreg=REGISTERS,
-        launch_pdl=True,
-    )  # fmt: skip
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": BLOCK_K,
+        "STAGES": stages,
+        "ACTIVATION": activation,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "WEIGHT_KN": weight_kn,
+        "REGISTERS": CONSUMER_REGISTERS,
+    }
+    launch(
+        hopper_linear_kernel,
+        min(workers, tiles_m * tiles_n),
+        [*operands, tiles_m, tiles_n, group_m, -(-k // BLOCK_K)],
+        constants,
+        {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True},
+    )
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,11 @@ class AttentionProblem:
     vec: int  # every stride of q, k, v is a multiple of this many elements (16 bytes, or 1)
 
 
+_MOST_KNOWN = 1000
+_NO_TENSOR = torch.empty(0)
+_known: dict[tuple[Any, ...], AttentionProblem] = {}
+
+
 def check_problem(
     q: Tensor,
     k: Tensor,
@@ -67,7 +72,10 @@ def check_problem(
     block_k: int,
     fragments: bool = False,
 ) -> AttentionProblem:
-    """Check shapes, dtypes and tile sizes once, with messages that say what was wrong.
+    """Check shapes, dtypes and tile sizes, with messages that say what was wrong.
+
+    What was checked before is recognised by shapes, strides, dtypes and devices of all tensors: a
+    check takes several times as long as that.
 
     Args:
         q: [batch, heads, q_len, head_dim], fp16, bf16 or fp32, any strides.
@@ -83,6 +91,34 @@ def check_problem(
     Raises:
         ValueError: an argument does not fit the others.
     """
+    plain = key_keep is None and bias is None and type(q) is Tensor  # none that is only traced
+    if not plain:
+        return _checked(q, k, v, mask, key_keep, bias, block_q, block_k, fragments)
+    asked = (block_q, block_k, fragments, *map(_layout, (q, k, v, *mask)))
+    known = _known.get(asked)
+    if known is not None:
+        return replace(known, q=q, k=k, v=v)
+    problem = _checked(q, k, v, mask, key_keep, bias, block_q, block_k, fragments)
+    if problem.q is q and problem.k is k and problem.v is v and len(_known) < _MOST_KNOWN:
+        _known[asked] = replace(problem, q=_NO_TENSOR, k=_NO_TENSOR, v=_NO_TENSOR)
+    return problem
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: TileMask,
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    block_q: int,
+    block_k: int,
+    fragments: bool,
+) -> AttentionProblem:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require(tensor.dim() == 4, f"{name} must be [batch, heads, length, dim]", tensor.shape)
         _require(tensor.dtype in DTYPES, f"{name} must be fp16, bf16 or fp32", tensor.dtype)

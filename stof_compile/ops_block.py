@@ -99,8 +99,17 @@ def attention_row(
     )
 
 
-@torch.library.custom_op("stof::attention_hopper", mutates_args=(), device_types="cuda")
-def attention_hopper(
+# In a library and not a custom operator, which would take as long to get through as the launch.
+_LIBRARY = torch.library.Library("stof", "FRAGMENT")
+_LIBRARY.define(
+    "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
+    "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
+    "float scale, int programs, int stages, int heavy_rows, bool return_lse) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+
+
+def _attention_hopper(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,8 +128,8 @@ def attention_hopper(
 ) -> tuple[Tensor, Tensor]:
     """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/.
 
-    Opaque to torch.compile: its TMA descriptors are made at the call. The gradient is
-    ``attention_block``'s.
+    Opaque to torch.compile: its TMA descriptors are made at the call. Only ``attention_block``
+    calls it, and has the gradient.
     """
     from stof_compile.kernels.attention_hopper import attention_hopper_forward
 
@@ -128,7 +137,10 @@ def attention_hopper(
     return attention_hopper_forward(q, k, v, mask, scale, programs, stages, heavy_rows, return_lse)
 
 
-@attention_hopper.register_fake
+_LIBRARY.impl("attention_hopper", _attention_hopper, "CUDA")
+
+
+@torch.library.register_fake("stof::attention_hopper")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return fake_attention(q, v, rest[-1])
 

@@ -1,13 +1,24 @@
-"""The operator of a linear layer with its epilogue on Hopper GPUs."""
+"""The operator of a linear layer with its epilogue on Hopper GPUs.
+
+Opaque to torch.compile: its TMA descriptors are made at the call. Defined in a library and not as a
+custom operator, which would take as long to get through as the rest of the launch. For inference:
+it has no gradient, and nothing that records one gets here (``fusion_refusal``).
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+_LIBRARY = torch.library.Library("stof", "FRAGMENT")
+_LIBRARY.define(
+    "hopper_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, "
+    "int[] config) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
-@torch.library.custom_op("stof::hopper_linear", mutates_args=(), device_types="cuda")
-def hopper_linear(
+
+def _on_cuda(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -15,16 +26,15 @@ def hopper_linear(
     activation: str,
     config: Sequence[int],
 ) -> Tensor:
-    """Multiply and finish; see ``hopper_linear_forward`` in kernels/.
-
-    Opaque to torch.compile: its TMA descriptors are made at the call.
-    """
     from stof_compile.kernels.hopper_linear import hopper_linear_forward
 
     return hopper_linear_forward(x, weight, bias, residual, activation, config)
 
 
-@hopper_linear.register_fake
+_LIBRARY.impl("hopper_linear", _on_cuda, "CUDA")
+
+
+@torch.library.register_fake("stof::hopper_linear")
 def _(
     x: Tensor,
     weight: Tensor,

@@ -1,0 +1,89 @@
+"""Launch a compiled kernel again without asking Triton which compiled form the arguments need.
+
+Triton answers that at every launch from all arguments, which takes tens of microseconds of the host
+for kernels with many of them. Here a launch is recognised by what the answer depends on: the
+kernel, the device, types and alignment of tensors, layouts of descriptors, the constants and
+options, and of numbers whether they are 1, multiples of 16 or wide.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MOST = 1000  # compiled forms held
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Descriptor(NamedTuple):
+    """A tensor as TMA addresses it: Triton's ``TensorDescriptor`` without its checks at every call.
+
+    Args:
+        base: the tensor, 16-byte aligned. shape, strides: in elements; the last stride is 1, the
+            others are multiples of 16 bytes. block_shape: of what is copied at once.
+        layout: of a block in shared memory. padding: what is read beyond the tensor.
+    """
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: tuple[int, ...]
+    layout: Any
+    padding: str = "zero"
+
+    def checked(self) -> Any:
+        """Triton's own descriptor."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        shape, strides, block = list(self.shape), list(self.strides), list(self.block_shape)
+        return TensorDescriptor(self.base, shape, strides, block, self.layout, self.padding)
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Run a kernel on a one-dimensional grid of the current device and stream.
+
+    Args:
+        kernel: a Triton or Gluon kernel whose constants come last.
+        programs: of the grid, at least 1.
+        arguments: in the order of the kernel: tensors, ``Descriptor``s, numbers.
+        constants: the kernel's, all of them, in its order.
+        options: of the compiler: num_warps and the like.
+    """
+    key = (
+        kernel.fn,
+        torch.cuda.current_device(),
+        *map(_kind, arguments),
+        *constants.values(),
+        *options.items(),
+    )
+    compiled = _compiled.get(key)
+    if compiled is None:
+        asked = [a.checked() if isinstance(a, Descriptor) else a for a in arguments]
+        found = kernel[(programs,)](*asked, **constants, **options)
+        if len(_compiled) < _MOST:
+            _compiled[key] = found
+    else:
+        compiled[(programs, 1, 1)](*arguments, *constants.values())
+
+
+def forget_compiled() -> None:
+    """Ask Triton again at every launch, for processes that change what it answers."""
+    _compiled.clear()
+    global _MOST
+    _MOST = 0
+
+
+def _kind(value: Any) -> Any:
+    """What the compiled form depends on in an argument."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    return value.base.dtype, value.block_shape, value.layout
