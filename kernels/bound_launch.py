@@ -17,12 +17,12 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Descriptor(NamedTuple):
-    """A tensor as TMA addresses it: Triton's ``TensorDescriptor`` without its checks at every call.
+    """A tensor as TMA addresses it; Triton's own descriptor is made of it, and checked once.
 
     Args:
         base: the tensor, 16-byte aligned. shape, strides: in elements; the last stride is 1, the
             others are multiples of 16 bytes. block_shape: of what is copied at once.
-        layout: of a block in shared memory. padding: what is read beyond the tensor.
+        layout: of a block in shared memory.
     """
 
     base: Tensor
@@ -30,14 +30,20 @@ class Descriptor(NamedTuple):
     strides: Sequence[int]
     block_shape: tuple[int, ...]
     layout: Any
-    padding: str = "zero"
 
     def checked(self) -> Any:
         """Triton's own descriptor."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         shape, strides, block = list(self.shape), list(self.strides), list(self.block_shape)
-        return TensorDescriptor(self.base, shape, strides, block, self.layout, self.padding)
+        return TensorDescriptor(self.base, shape, strides, block, self.layout)
+
+    def like(self, other: Any) -> Any:
+        """Triton's own descriptor again, with all else as in one that was checked."""
+        made = object.__new__(type(other))
+        place = {"base": self.base, "shape": list(self.shape), "strides": list(self.strides)}
+        made.__dict__.update(other.__dict__, **place)
+        return made
 
 
 def launch(
@@ -63,14 +69,20 @@ def launch(
         *constants.values(),
         *options.items(),
     )
-    compiled = _compiled.get(key)
-    if compiled is None:
+    known = _compiled.get(key)
+    if known is None:
         asked = [a.checked() if isinstance(a, Descriptor) else a for a in arguments]
-        found = kernel[(programs,)](*asked, **constants, **options)
+        compiled = kernel[(programs,)](*asked, **constants, **options)
         if len(_compiled) < _MOST:
-            _compiled[key] = found
+            # without the tensors: they would live as long as the process
+            _compiled[key] = compiled, [_without_tensor(a) for a in asked]
     else:
-        compiled[(programs, 1, 1)](*arguments, *constants.values())
+        compiled, before = known
+        values = [
+            a.like(b) if isinstance(a, Descriptor) else a
+            for a, b in zip(arguments, before, strict=True)
+        ]
+        compiled[(programs, 1, 1)](*values, *constants.values())
 
 
 def forget_compiled() -> None:
@@ -78,6 +90,14 @@ def forget_compiled() -> None:
     _compiled.clear()
     global _MOST
     _MOST = 0
+
+
+def _without_tensor(value: Any) -> Any:
+    """A checked descriptor without its tensor, None of all else."""
+    if isinstance(value, Tensor | int):
+        return None
+    value.base = None
+    return value
 
 
 def _kind(value: Any) -> Any:

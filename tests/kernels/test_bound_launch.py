@@ -39,8 +39,8 @@ def one_device(monkeypatch):
     monkeypatch.setattr(bound_launch, "_MOST", 1000)
 
 
-def descriptor(dtype=torch.float16, block=(64, 64), swizzle=128):
-    base = torch.empty(64, 64, dtype=dtype)
+def descriptor(dtype=torch.float16, block=(64, 64), swizzle=128, rows=64):
+    base = torch.empty(rows, 64, dtype=dtype)
     layout = gl.NVMMASharedLayout(swizzle, 16, rank=2)
     return Descriptor(base, base.shape, base.stride(), block, layout)
 
@@ -50,13 +50,18 @@ CONSTANTS, OPTIONS = {"BLOCK": 64}, {"num_warps": 4}
 
 def test_the_second_launch_asks_nothing():
     kernel, data = Kernel(), torch.empty(16)
-    for number in (32, 48):  # both multiples of 16
-        launch(kernel, 7, [data, descriptor(), number], CONSTANTS, OPTIONS)
+    second = descriptor(rows=128)
+    launch(kernel, 7, [data, descriptor(), 32], CONSTANTS, OPTIONS)
+    launch(kernel, 7, [data, second, 48], CONSTANTS, OPTIONS)  # a multiple of 16, too
     ((_, asked, _),) = kernel.asked
     assert isinstance(asked[1], TensorDescriptor)  # Triton's own, with its checks
+    assert asked[1].base is None  # nothing keeps the tensor
     ((form, grid, values),) = kernel.launched
     assert form == 1 and grid == (7, 1, 1)
     assert values[0] is data and values[2:] == (48, 64)
+    again, wanted = values[1], second.checked()
+    assert type(again) is TensorDescriptor and again.base is second.base
+    assert vars(again) == vars(wanted)  # of a tensor of another size
 
 
 @pytest.mark.parametrize(
