@@ -153,7 +153,7 @@ def _measure(
     }
 
 
-SEARCH_NOTES = ("fusion measured", "whole graph")
+SEARCH_NOTES = ("fusion measured", "whole graph", "launched one by one")
 """How notes begin that say what the search had time for, and which form was kept."""
 
 

@@ -85,13 +85,6 @@ def launch(
         compiled[(programs, 1, 1)](*values, *constants.values())
 
 
-def forget_compiled() -> None:
-    """Ask Triton again at every launch, for processes that change what it answers."""
-    _compiled.clear()
-    global _MOST
-    _MOST = 0
-
-
 def _without_tensor(value: Any) -> Any:
     """A checked descriptor without its tensor, None of all else."""
     if isinstance(value, Tensor | int):

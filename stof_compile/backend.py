@@ -51,7 +51,7 @@ from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key, write_atomic
 from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
 from stof_compile.variants import facts_at_call, with_variants
-from stof_compile.verdict import fastest_form
+from stof_compile.verdict import AS_TORCH, fastest_form
 
 logger = logging.getLogger("stof_compile")
 
@@ -98,9 +98,6 @@ def stof(
         write_atomic(folder / "plan.json", PlanFile.of([outcome.plan]).to_json())
     folded = FoldedBuffers(facts.inputs, outcome.folded, example_inputs)
     return with_variants(compiled, partial(_compile_again, captured, facts), opts, record, folded)
-
-
-AS_TORCH = "as torch.compile runs it"  # a form of the graph
 
 
 @dataclass(frozen=True)
@@ -326,7 +323,7 @@ def _fastest(
     if kept is not outcome:  # what was tried and cost time is part of the story
         kept.record.chains, kept.record.packs = found.chains, found.packs
         kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
-    kept.record.notes.append(str(verdict))
+    kept.record.notes += [note for note in (str(verdict), verdict.remark) if note]
     return kept, fastest.compiled
 
 

@@ -51,7 +51,7 @@ def remembered_kernel_facts() -> Iterator[None]:
                 asked = getattr(module, name)
                 ending.callback(setattr, module, name, asked)
                 setattr(module, name, _remembering(name, asked, key))
-        writer = getattr(wrapper, "PythonWrapperCodegen", None)
+        writer: Any = getattr(wrapper, "PythonWrapperCodegen", None)
         if hasattr(writer, "define_kernel") and any(
             hasattr(triton_kernel_wrap, name) for name in EFFECTS
         ):

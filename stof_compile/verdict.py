@@ -3,7 +3,9 @@
 Segments are measured alone; what Inductor would have fused across their borders shows only in the
 whole graph. So the finished graph, the graph as torch.compile would run it and, while
 there is time, the graph with attention rewritten only are compiled and timed in turns, once per
-graph, device and versions, and the fastest is kept.
+graph, device and versions, and the fastest is kept: the one with the shortest time on the device.
+Where the mode launches kernels one by one, as without CUDA graphs, the host has its say: a form
+that takes longer to call than torch.compile's does not win.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +32,10 @@ logger = logging.getLogger("stof_compile")
 
 STORE_KIND = "graphs"
 TIME_S = 0.3  # for each form
+LAUNCHED_S = 0.1  # the same, launched one by one
 NO_GRAPHS = {"triton.cudagraphs": False}  # the timer captures graphs of its own
+AS_TORCH = "as torch.compile runs it"  # a form
+TIE = 1.05  # calls within this factor are taken for equally long: hosts are noisy
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,34 @@ class Verdict:
             no time to compare.
         source: ``measured`` | ``store``.
         unfinished_s: the budget, where it ended before all forms were timed; else 0.
+        launched_us: form -> microseconds of one call whose kernels are launched one by one; empty
+            where they are not, or there is nothing to compare with.
     """
 
     winner: str
     times_us: dict[str, float]
     source: str = "measured"
     unfinished_s: float = 0.0
+    launched_us: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        times = ", ".join(f"{name} {us:.1f} us" for name, us in self.times_us.items())
-        times = times or "not compared, the time budget was spent"
+        times = _in_words(self.times_us) or "not compared, the time budget was spent"
         return f"whole graph: {times}; kept: {self.winner} ({self.source})"
+
+    @property
+    def remark(self) -> str:
+        """What launches had to do with it; empty where they had nothing."""
+        if not self.launched_us:
+            return ""
+        text = f"launched one by one: {_in_words(self.launched_us)}"
+        shortest = min(self.times_us, key=lambda name: self.times_us[name])
+        if shortest != self.winner:
+            text += f"; {shortest} would win if replayed, as with mode='reduce-overhead'"
+        return text
+
+
+def _in_words(times_us: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {us:.1f} us" for name, us in times_us.items())
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,8 @@ def fastest_form(
     verdict = None
     try:
         complete = _compile(forms, inputs, opts, budget, compiled)
-        verdict = _timed(compiled, inputs, device) if len(compiled) > 1 else None
+        launched = device.type == "cuda" and not uses_cuda_graphs(opts)
+        verdict = _timed(compiled, inputs, device, launched) if len(compiled) > 1 else None
         if not complete:
             verdict = verdict or Verdict(next(iter(forms)), {})
             verdict = replace(verdict, unfinished_s=opts.tune_budget_s)
@@ -150,14 +173,21 @@ def _compile(
 
 
 def _timed(
-    compiled: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], device: torch.device
+    compiled: Mapping[str, Callable[..., Any]],
+    inputs: Sequence[Any],
+    device: torch.device,
+    launched: bool,
 ) -> Verdict | None:
+    def times_us(budget_s: float, capture: bool) -> dict[str, float]:
+        forms, sets = list(compiled.values()), [tuple(inputs)]
+        timings = time_in_turns(forms, sets, device, budget_s=budget_s, rounds=5, capture=capture)
+        return {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
+
     try:
-        timings = time_in_turns(
-            list(compiled.values()), [tuple(inputs)], device, budget_s=TIME_S, rounds=5
-        )
+        times = times_us(TIME_S, True)
+        calls = times_us(LAUNCHED_S, False) if launched and AS_TORCH in compiled else {}
     except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
         logger.warning("the forms of the graph could not be timed: %s", failure)
         return None
-    times = {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
-    return Verdict(min(times, key=lambda name: times[name]), times)
+    allowed = [name for name in times if not calls or calls[name] <= TIE * calls[AS_TORCH]]
+    return Verdict(min(allowed, key=lambda name: times[name]), times, launched_us=calls)

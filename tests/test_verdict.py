@@ -11,7 +11,7 @@ from stof_compile.options import StofOptions
 from stof_compile.store import Store
 from stof_compile.verdict import fastest_form
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NAMES = ("fused", "as torch.compile runs it", "attention only")
 
 
@@ -23,6 +23,7 @@ def bench(monkeypatch):
         def __init__(self):
             self.now, self.compile_s, self.events = 0.0, 5.0, []
             self.times_us = dict(zip(NAMES, (10.0, 20.0, 15.0), strict=True))
+            self.launched_us = dict(zip(NAMES, (90.0, 70.0, 73.0), strict=True))
 
         def forms(self):
             def make(name):
@@ -47,18 +48,19 @@ def bench(monkeypatch):
 
         return run
 
-    def time_forms(fns, sets, device, **how):
-        return [Timing(us, us, us, 3, "clock") for us in (bench.times_us[f(0)] for f in fns)]
+    def time_forms(fns, sets, device, capture, **how):
+        table = bench.times_us if capture else bench.launched_us
+        return [Timing(us, us, us, 3, "clock") for us in (table[f(0)] for f in fns)]
 
     monkeypatch.setattr(verdict, "compile_with_inductor", compile_form)
     monkeypatch.setattr(verdict, "time_in_turns", time_forms)
     return bench
 
 
-def decide(bench, seconds=60.0, store=None, **options):
+def decide(bench, seconds=60.0, store=None, device=CPU, **options):
     opts = StofOptions(**options)
     budget = bench.budget(seconds)
-    return fastest_form(bench.forms(), (torch.zeros(()),), CPU, opts, store, "a graph", budget)
+    return fastest_form(bench.forms(), (torch.zeros(()),), device, opts, store, "a graph", budget)
 
 
 def test_the_fastest_form_wins_and_is_not_compiled_again(bench):
@@ -67,6 +69,28 @@ def test_the_fastest_form_wins_and_is_not_compiled_again(bench):
     assert bench.events == list(NAMES)
     assert found.verdict.winner == "attention only"
     assert found.compiled(0) == "attention only"
+
+
+def test_a_form_that_takes_longer_to_call_than_torchs_does_not_win(bench, tmp_path):
+    store = Store(tmp_path, "here")
+    found = decide(bench, device=GPU, store=store)
+    assert found.verdict.winner == "attention only"  # 73 us and 70 us are a tie
+    assert found.verdict.launched_us == bench.launched_us
+    assert found.verdict.remark.endswith(
+        "fused would win if replayed, as with mode='reduce-overhead'"
+    )
+    assert decide(bench, device=GPU, store=store).verdict.launched_us == bench.launched_us
+    bench.launched_us["fused"] = 60.0
+    found = decide(bench, device=GPU)
+    assert found.verdict.winner == "fused" and "replayed" not in found.verdict.remark
+
+
+def test_launches_count_only_where_there_are_some(bench):
+    graphs = decide(bench, device=GPU, mode="reduce-overhead").verdict
+    here = decide(bench).verdict
+    without_torch = decide(bench, device=GPU, seconds=0.0).verdict
+    for found in (graphs, here, without_torch):
+        assert found.winner == "fused" and not found.launched_us and not found.remark
 
 
 def test_with_cuda_graphs_the_winner_is_compiled_as_asked(bench):

@@ -24,7 +24,7 @@ SECTIONS = (
     ("search", "search"),
     ("verdict", "whole graph"),
 )
-TORCH = "as torch.compile runs it"  # a form in the verdict (backend.py)
+TORCH = "as torch.compile runs it"  # a form in the verdict (verdict.py)
 
 
 def write_html(reports: Sequence[GraphReport], where: str, path: Path) -> Path:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from stof_compile.kernels import bound_launch
-from stof_compile.kernels.bound_launch import Descriptor, forget_compiled, launch
+from stof_compile.kernels.bound_launch import Descriptor, launch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -36,7 +36,6 @@ class SimpleCompiled:
 def one_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(bound_launch, "_compiled", {})
-    monkeypatch.setattr(bound_launch, "_MOST", 1000)
 
 
 def descriptor(dtype=torch.float16, block=(64, 64), swizzle=128, rows=64):
@@ -93,12 +92,3 @@ def test_another_device_and_another_kernel_have_forms_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch(one, 7, [32], CONSTANTS, OPTIONS)
     assert len(one.asked) == 2 and len(two.asked) == 1
-
-
-def test_a_process_that_compiles_only_never_launches():
-    kernel = Kernel()
-    launch(kernel, 7, [32], CONSTANTS, OPTIONS)
-    forget_compiled()
-    for _ in range(2):
-        launch(kernel, 7, [32], CONSTANTS, OPTIONS)
-    assert len(kernel.asked) == 3 and not kernel.launched
