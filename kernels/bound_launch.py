@@ -1,7 +1,8 @@
 """Launch a compiled kernel again without asking Triton which compiled form the arguments need.
 
 Triton answers that at every launch from all arguments, which takes tens of microseconds of the host
-for kernels with many of them. Here a launch is recognised by what the answer depends on: the
+for kernels with many of them; its hooks before a launch and its debug settings are not looked at
+again. Here a launch is recognised by what the answer depends on: the
 kernel, the device, types and alignment of tensors, layouts of descriptors, the constants and
 options, and of numbers whether they are 1, multiples of 16 or wide.
 """
@@ -58,7 +59,7 @@ def launch(
     Args:
         kernel: a Triton or Gluon kernel whose constants come last.
         programs: of the grid, at least 1.
-        arguments: in the order of the kernel: tensors, ``Descriptor``s, numbers.
+        arguments: in the order of the kernel: tensors, ``Descriptor``s, ints of at most 64 bits.
         constants: the kernel's, all of them, in its order.
         options: of the compiler: num_warps and the like.
     """
@@ -73,7 +74,7 @@ def launch(
     if known is None:
         asked = [a.checked() if isinstance(a, Descriptor) else a for a in arguments]
         compiled = kernel[(programs,)](*asked, **constants, **options)
-        if len(_compiled) < _MOST:
+        if compiled is not None and len(_compiled) < _MOST:
             # without the tensors: they would live as long as the process
             _compiled[key] = compiled, [_without_tensor(a) for a in asked]
     else:

@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it in the stream ends.
 
 On Hopper and newer a kernel launched so gets its blocks onto the multiprocessors as soon as all
-blocks of the kernel before it have started. It then waits where it asks to: here at its first
+blocks of the kernel before it have allowed that, which ours do when they start, or have ended
+(those of libraries and of Inductor). It then waits where it asks to: here at its first
 statement (``overlap_kernel.py``), before it reads or writes memory, so that the order of all memory
 accesses stays that of ordinary launches. What is saved is the gap between two kernels.
 

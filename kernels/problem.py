@@ -57,8 +57,7 @@ class AttentionProblem:
 
 
 _MOST_KNOWN = 1000
-_NO_TENSOR = torch.empty(0)
-_known: dict[tuple[Any, ...], AttentionProblem] = {}
+_known: dict[tuple[Any, ...], AttentionProblem] = {}  # without their tensors
 
 
 def check_problem(
@@ -100,7 +99,8 @@ def check_problem(
         return replace(known, q=q, k=k, v=v)
     problem = _checked(q, k, v, mask, key_keep, bias, block_q, block_k, fragments)
     if problem.q is q and problem.k is k and problem.v is v and len(_known) < _MOST_KNOWN:
-        _known[asked] = replace(problem, q=_NO_TENSOR, k=_NO_TENSOR, v=_NO_TENSOR)
+        nothing: Any = None
+        _known[asked] = replace(problem, q=nothing, k=nothing, v=nothing)
     return problem
 
 

@@ -36,6 +36,9 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = config_patches(options) or None
-    with remembered_kernel_facts():
+    trains = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+    )
+    with remembered_kernel_facts(trains):
         compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes

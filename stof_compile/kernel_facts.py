@@ -22,7 +22,7 @@ import torch
 
 KERNELS = "stof_compile.kernels."
 EFFECTS = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13; 2.11
-ARGUMENT = "PDL"  # as in kernels/overlap.py
+ARGUMENT, WAIT = "PDL", "start_after_previous("  # as in kernels/overlap.py, overlap_kernel.py
 SOURCE = ("user_defined_triton_kernel_transitive_closure_source_code",)
 
 _known: dict[tuple[Any, ...], Any] = {}
@@ -30,11 +30,14 @@ _lock = RLock()
 
 
 @contextmanager
-def remembered_kernel_facts() -> Iterator[None]:
+def remembered_kernel_facts(trains: bool = False) -> Iterator[None]:
     """Answer torch's questions from memory, for our own kernels, while this context is open.
 
     What a kernel writes depends on its source, its constants and the kinds of its arguments only.
     Where torch has no such function, nothing is changed.
+
+    Args:
+        trains: gradients are recorded; launches do not overlap then.
     """
     from torch._higher_order_ops import triton_kernel_wrap
     from torch._inductor.codegen import wrapper
@@ -57,7 +60,10 @@ def remembered_kernel_facts() -> Iterator[None]:
         ):
             ending.callback(setattr, writer, "define_kernel", writer.define_kernel)
             writer.define_kernel = _launching_early(writer.define_kernel)
-            ending.enter_context(overlap_in_traces())
+            # a backward pass may run a kernel of the forward pass again, and is compiled at its
+            # first call, when nothing of this holds any more
+            if not trains:
+                ending.enter_context(overlap_in_traces())
         yield
 
 
@@ -99,7 +105,7 @@ def with_launch_attribute(body: str) -> str:
     Without it the kernel is as right, and starts when the one before has ended.
     """
     head, mark, rest = body.partition("@triton.jit")
-    if not mark or f"'{ARGUMENT}': True" not in head:
+    if not mark or f"'{ARGUMENT}': True" not in head or WAIT not in rest:
         return body
     return head.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1) + mark + rest
 

@@ -2,7 +2,8 @@
 
 Opaque to torch.compile: its TMA descriptors are made at the call. Defined in a library and not as a
 custom operator, which would take as long to get through as the rest of the launch. For inference:
-it has no gradient, and nothing that records one gets here (``fusion_refusal``).
+called by hand with gradients recorded it gives none, with a warning of torch; the back end leaves
+such graphs alone (``fusion_refusal``).
 """
 
 from collections.abc import Sequence

@@ -113,6 +113,7 @@ def fastest_form(
             user waits for anyway, takes nothing from it.
     """
     key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
+    launched = device.type == "cuda" and not uses_cuda_graphs(opts)
     held = _held(store, key, forms)
     if held is not None and not opts.tune_budget_s > held.unfinished_s > 0:
         return FastestForm(held)
@@ -120,7 +121,6 @@ def fastest_form(
     verdict = None
     try:
         complete = _compile(forms, inputs, opts, budget, compiled)
-        launched = device.type == "cuda" and not uses_cuda_graphs(opts)
         verdict = _timed(compiled, inputs, device, launched) if len(compiled) > 1 else None
         if not complete:
             verdict = verdict or Verdict(next(iter(forms)), {})
@@ -183,11 +183,16 @@ def _timed(
         timings = time_in_turns(forms, sets, device, budget_s=budget_s, rounds=5, capture=capture)
         return {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
 
+    calls: dict[str, float] = {}
     try:
         times = times_us(TIME_S, True)
-        calls = times_us(LAUNCHED_S, False) if launched and AS_TORCH in compiled else {}
     except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
         logger.warning("the forms of the graph could not be timed: %s", failure)
         return None
+    if launched and AS_TORCH in compiled:
+        try:
+            calls = times_us(LAUNCHED_S, False)
+        except RuntimeError as failure:
+            logger.warning("calls of the graph's forms could not be timed: %s", failure)
     allowed = [name for name in times if not calls or calls[name] <= TIE * calls[AS_TORCH]]
     return Verdict(min(allowed, key=lambda name: times[name]), times, launched_us=calls)

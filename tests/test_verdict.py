@@ -85,6 +85,20 @@ def test_a_form_that_takes_longer_to_call_than_torchs_does_not_win(bench, tmp_pa
     assert found.verdict.winner == "fused" and "replayed" not in found.verdict.remark
 
 
+def test_calls_that_cannot_be_timed_leave_the_times_of_replays(bench, monkeypatch):
+    time_forms = verdict.time_in_turns
+
+    def only_replays(fns, sets, device, capture, **how):
+        if not capture:
+            raise RuntimeError("no memory")
+        return time_forms(fns, sets, device, capture, **how)
+
+    monkeypatch.setattr(verdict, "time_in_turns", only_replays)
+    bench.times_us["attention only"] = 5.0
+    found = decide(bench, device=GPU).verdict
+    assert found.winner == "attention only" and not found.launched_us
+
+
 def test_launches_count_only_where_there_are_some(bench):
     graphs = decide(bench, device=GPU, mode="reduce-overhead").verdict
     here = decide(bench).verdict

@@ -62,6 +62,7 @@ def _launch_nothing() -> None:
     """Make every Triton launch of this process a compilation only, of its C launcher too."""
     try:
         from triton.compiler import CompiledKernel
+        from triton.runtime import driver
         from triton.runtime.jit import JITFunction
     except ImportError:  # no Triton, no kernels
         return
@@ -69,7 +70,8 @@ def _launch_nothing() -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        getattr(compiled, "run", None)  # the first look at it builds the launcher, with gcc
+        if compiled is not None:  # the launcher is a module of its own, built by gcc
+            driver.active.launcher_cls(compiled.src, compiled.metadata)
         return compiled
 
     def bound_to_nothing(self: Any, grid: Any) -> Any:

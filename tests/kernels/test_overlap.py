@@ -25,14 +25,19 @@ from stof_compile.kernel_facts import remembered_kernel_facts, with_launch_attri
 HEAD = (
     "@triton_heuristics.user_autotune(\n configs=[{{'PDL': {}}}],\n triton_meta={{'device': 0}})\n"
 )
-BODY = "@triton.jit\ndef kernel(x, PDL: tl.constexpr = False): triton_meta={}\n"
+BODY = """@triton.jit
+def kernel(x, PDL: tl.constexpr = False):
+    start_after_previous(PDL)
+    triton_meta={}
+"""
 
 
 def test_the_attribute_is_passed_on_where_a_kernel_waits():
     assert "triton_meta={'launch_pdl': True, 'device'" in with_launch_attribute(
         HEAD.format(True) + BODY
     )
-    for other in (HEAD.format(False) + BODY, BODY, "extern_kernels", ""):
+    users_own = HEAD.format(True) + BODY.replace("start_after_previous", "something")
+    for other in (HEAD.format(False) + BODY, BODY, users_own, "extern_kernels", ""):
         assert with_launch_attribute(other) == other
 
 
@@ -54,6 +59,8 @@ def test_inductor_writes_it():
         assert overlap._traced.get()
     assert PythonWrapperCodegen.define_kernel is before and not overlap._traced.get()
     assert "'launch_pdl': True" in written[0]
+    with remembered_kernel_facts(trains=True):
+        assert not overlap._traced.get()
 
 
 def test_torch_is_asked_about_the_kernel_that_does_not_wait(monkeypatch):
