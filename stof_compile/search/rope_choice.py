@@ -60,14 +60,21 @@ def choose_rotation(recipe: Recipe, ctx: TuningContext) -> ChainPlan | None:
         return _left("nothing may be measured", "rules")
     if ctx.budget.spent:
         return _left("the time budget was spent", "rules")
+    choice = _Choice(recipe, space, ctx)
     try:
-        plan = _Choice(recipe, space, ctx).plan()
+        if ctx.store is None:
+            return choice.plan()
+        key = rope_key(recipe)
+        with ctx.store.lock(f"{STORE_KIND}/{key}"):  # another process may be deciding it
+            plan = _held(recipe, ctx)
+            if plan is None:
+                plan = choice.plan()
+                if plan.source == "measured":
+                    ctx.store.put(STORE_KIND, key, plan.to_dict())
     except KeyboardInterrupt:
         log.warning("tuning interrupted: going on with the best that was measured")
         ctx.budget.stop()
         return _left("interrupted", "rules")
-    if ctx.store is not None and plan.source == "measured":
-        ctx.store.put(STORE_KIND, rope_key(recipe), plan.to_dict())
     return plan
 
 
