@@ -159,8 +159,10 @@ def source_of(program: Program, accesses: Sequence[Access], even: bool, wide: bo
     ]
     operands = [f"x{i}" for i in range(len(accesses))]
     arguments = ", ".join([*operands, "out", "total", *sizes, "BLOCK: tl.constexpr"])
+    arguments += ", PDL: tl.constexpr = False"
     mask, load_mask = ("", "") if even else (", mask=valid", ", mask=valid, other=0.0")
     lines = [
+        "start_after_previous(PDL)",
         f"first = tl.program_id(0){'.to(tl.int64)' if wide else ''} * BLOCK",
         "index = first + tl.arange(0, BLOCK)",
     ]
@@ -178,7 +180,8 @@ def source_of(program: Program, accesses: Sequence[Access], even: bool, wide: bo
     lines.append(f"tl.store(out + index, v{len(program.steps) - 1}.to(tl.{program.dtype}){mask})")
     body = "\n".join(f"    {line}" for line in lines)
     return (
-        "import triton\nimport triton.language as tl\n\n\n"
+        "import triton\nimport triton.language as tl\n\n"
+        "from stof_compile.kernels.overlap_kernel import start_after_previous\n\n\n"
         f"@triton.jit\ndef pointwise_kernel({arguments}):\n{body}\n"
     )
 

@@ -1,10 +1,12 @@
 """STOF: a ``torch.compile`` backend for sparse attention and operator fusion.
 
 The public names load on first use: ``import stof_compile`` is cheap and needs neither a GPU nor
-Triton.
+Triton. It imports no transformers either; where their models are loaded already, it offers them the
+attention "stof", and otherwise ``import stof_compile.integrations.transformers`` does.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,3 +58,21 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _attend(*arguments: Any, **options: Any) -> Any:
+    from stof_compile.integrations.transformers import attend
+
+    return attend(*arguments, **options)
+
+
+def _layer_mask(*arguments: Any, **options: Any) -> Any:
+    from stof_compile.integrations.transformers import layer_mask
+
+    return layer_mask(*arguments, **options)
+
+
+if "transformers.modeling_utils" in sys.modules:
+    # the integration loads at the first call and then registers itself in place of these two
+    sys.modules["transformers.modeling_utils"].AttentionInterface.register("stof", _attend)
+    sys.modules["transformers.masking_utils"].AttentionMaskInterface.register("stof", _layer_mask)

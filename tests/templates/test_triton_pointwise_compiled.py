@@ -42,8 +42,13 @@ def test_offered_configs_stay_in_registers(target, dtype):
 def test_every_step_compiles(target):
     types = dict.fromkeys(("x0", "x1", "x2", "x3", "x4", "out"), "*fp16")
     sizes = {"COUNT1": 768, "INNER2": 768, "COUNT3": 12, "INNER3": 64, "BLOCK": 1024}
+    sizes["PDL"] = target >= 90  # waits for the kernel before
     for kernel in made.KERNELS:
-        assert_fits(needed_by(kernel, target, types, sizes, 4)[1], target)
+        compiled, found = needed_by(kernel, target, types, sizes, 4)
+        assert_fits(found, target)
+        text = compiled.asm["ptx"]
+        assert text.count("griddepcontrol.wait") == (target >= 90)
+        assert "ld.global" not in text[: text.find("griddepcontrol.wait")] or target < 90
 
 
 def test_only_the_result_is_written():
