@@ -162,7 +162,7 @@ def attention_hopper_forward(
             "HAS_PART": has_part,
             "RETURN_LSE": return_lse,
         }
-        options = {"num_warps": 4, "maxnreg": _REGISTERS[programs]}
+        options = {"num_warps": 4, "maxnreg": _REGISTERS[programs], "launch_pdl": True}
         launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
     return out.transpose(1, 2), lse
 

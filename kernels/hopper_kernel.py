@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # newer Triton renamed the copies and the barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -287,6 +288,8 @@ def attention_hopper_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=1)
     fence_async_shared()
+    gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
