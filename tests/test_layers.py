@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"inductor", "kernel_facts", "dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
-        | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan"}
+        | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan", "improve"}
     ),
     frozenset(
         {"backend", "cli", "demo", "integrations", "tune", "tune_print", "tune_subject", "zoo"}

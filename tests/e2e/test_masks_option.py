@@ -381,7 +381,7 @@ def test_a_pass_that_raises_never_loses_the_mask(monkeypatch, strict):
     def fail(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("stof_compile.backend.match_attention", fail)
+    monkeypatch.setattr("stof_compile.improve.match_attention", fail)
     model, inputs = hf_bert("sdpa", False, layers=1)
     with pytest.raises(StofMaskError, match="broken on purpose"):
         compile_with(model, WINDOW, strict=strict)(**inputs)

@@ -1,0 +1,158 @@
+"""STOF's own passes over one graph: what stands between capture and Inductor.
+
+normalise -> match attention -> resolve masks -> choose kernels -> rewrite -> fuse
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from stof_compile.attention.keep import mask_near_misses
+from stof_compile.attention.lower import LoweringContext, lower_attention
+from stof_compile.attention.match import match_attention
+from stof_compile.attention.regions import region_near_misses
+from stof_compile.attention.resolve import resolve_masks
+from stof_compile.attention.site import AttentionSite, NearMiss
+from stof_compile.budget import Budget
+from stof_compile.capture import CaptureFacts
+from stof_compile.device import device_facts
+from stof_compile.dump import Record, graph_text
+from stof_compile.emit import erase_unused
+from stof_compile.errors import StofError
+from stof_compile.fallback import fall_back
+from stof_compile.fuse import Fusion, FusionResult
+from stof_compile.graph_copy import copy_graph
+from stof_compile.graph_key import graph_key, graph_words
+from stof_compile.normalize import normalize
+from stof_compile.options import StofOptions
+from stof_compile.plan import AttentionPlan, Plan, PlanFile
+from stof_compile.plan_fit import refuse_other_plan
+from stof_compile.record_attention import record_near_misses, record_sites
+from stof_compile.record_fusion import record_fusion
+from stof_compile.short_gelu import shorten_gelu
+from stof_compile.store import Store, default_root, environment_key
+from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A graph after STOF's passes.
+
+    Args:
+        folded: names of the buffers a static mask was read from.
+        fusion: what became of its operators, None where fusion did not run.
+    """
+
+    record: Record
+    plan: Plan
+    gm: torch.fx.GraphModule
+    folded: frozenset[str] = frozenset()
+    fusion: FusionResult | None = None
+
+
+def improve(
+    gm: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    opts: StofOptions,
+    budget: Budget | None = None,
+    choices: Mapping[str, AttentionPlan] | None = None,
+    given: PlanFile | None = None,
+) -> Outcome:
+    """Run STOF's own passes; when one fails the original graph is compiled.
+
+    Args:
+        budget: seconds left for measurements; None = all that the options give.
+        choices: attention problem -> what was chosen for it in this compile.
+        given: a plan to follow in place of that of the options.
+    Raises:
+        StofMaskError: one failed and the options have a mask, which would be lost.
+    """
+    original, started = copy_graph(gm), time.monotonic()
+    budget = budget or Budget(opts.tune_budget_s)
+    device = device_facts(facts.device)
+    record = Record(device=device.to_json(), options=opts.to_json())
+    record.graphs["captured"] = graph_text(gm)
+    made = Plan(
+        environment_key(device),
+        graph=graph_key(gm, grad_enabled=facts.grad_enabled),
+        about=graph_words(
+            gm, (fact.example for fact in facts.inputs.values() if fact.kind == "user")
+        ),
+    )
+    outcome = Outcome(record, made, original)
+    try:
+        if given is None and opts.plan is not None:
+            given = PlanFile.load(opts.plan, made.environment)
+        outcome = _rewrite(gm, facts, opts, outcome, budget, choices or {}, given)
+    except StofError:
+        raise
+    except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
+        fall_back(failure, opts, record)
+    outcome.gm.graph.lint()
+    outcome.gm.recompile()
+    record.graphs["rewritten"] = graph_text(outcome.gm)
+    record.timings_s["stof"] = time.monotonic() - started
+    return outcome
+
+
+def _rewrite(
+    gm: torch.fx.GraphModule,
+    facts: CaptureFacts,
+    opts: StofOptions,
+    before: Outcome,
+    budget: Budget,
+    choices: Mapping[str, AttentionPlan],
+    given: PlanFile | None,
+) -> Outcome:
+    record, made = before.record, before.plan
+    normalize(gm, facts)
+    record.graphs["normalized"] = graph_text(gm)
+    sites, near_misses = match_attention(gm, facts)
+    near_misses += region_near_misses(gm, facts)
+    places: list[AttentionSite | NearMiss] = [*sites, *near_misses]
+    resolved = resolve_masks(
+        opts.mask, places, path_known=facts.path_known, whole_model=facts.whole_model
+    )
+    record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
+    warn_of_unmatched(resolved, facts)
+    refuse_lost_mask(resolved, places, opts, record)
+    mask_near_misses(gm, near_misses, resolved.by_site)
+    record_near_misses(near_misses, opts, record)
+    store = Store(opts.cache_dir or default_root(), made.environment)
+    plan = None if given is None else given.for_graph(made.graph)
+    identity = hashlib.sha256(record.graphs["captured"].encode()).hexdigest()
+    ctx = LoweringContext(facts, opts, store, budget, plan, dict(choices))
+    fusion = None
+    wanted = opts.fusion != "off" and (plan is None or plan.fusion)
+    with ExitStack() as ending:
+        operators = None
+        if wanted:
+            operators = Fusion(gm, facts, opts, store, budget, plan, identity)
+            ending.enter_context(operators)
+            operators.compile_ahead()
+        started = time.monotonic()
+        reports = lower_attention(gm, sites, resolved, ctx)
+        record.timings_s["attention"] = time.monotonic() - started
+        erase_unused(gm.graph)  # views and mask parts written for sites that stayed
+        record_sites(reports, record)
+        if operators is not None:
+            fusion = operators.run()
+            record_fusion(fusion, record)
+            if given is not None and plan is not None:
+                where = opts.plan or "of another rank"
+                refuse_other_plan(given, plan, ctx.choices, fusion, made.about, where)
+    if wanted and not facts.grad_enabled:
+        shortened = shorten_gelu(gm)
+        if shortened:
+            record.notes.append(f"exact GELU in half precision, written shorter: {shortened}")
+    folded = facts.static.folded.union(*(report.folded for report in reports))
+    made = replace(made, attention=dict(ctx.choices), fusion=wanted)
+    if fusion is not None:
+        made = replace(made, chains=fusion.chains, packs=fusion.packs)
+    return Outcome(record, made, gm, frozenset(folded), fusion)
