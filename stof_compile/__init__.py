@@ -72,7 +72,10 @@ def _layer_mask(*arguments: Any, **options: Any) -> Any:
     return layer_mask(*arguments, **options)
 
 
-if "transformers.modeling_utils" in sys.modules:
+_models, _masking = (
+    sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils")
+)
+if hasattr(_models, "AttentionInterface") and hasattr(_masking, "AttentionMaskInterface"):
     # the integration loads at the first call and then registers itself in place of these two
-    sys.modules["transformers.modeling_utils"].AttentionInterface.register("stof", _attend)
-    sys.modules["transformers.masking_utils"].AttentionMaskInterface.register("stof", _layer_mask)
+    _models.AttentionInterface.register("stof", _attend)
+    _masking.AttentionMaskInterface.register("stof", _layer_mask)
