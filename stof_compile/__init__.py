@@ -72,9 +72,8 @@ def _layer_mask(*arguments: Any, **options: Any) -> Any:
     return layer_mask(*arguments, **options)
 
 
-_models, _masking = (
-    sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils")
-)
+_models: Any = sys.modules.get("transformers.modeling_utils")
+_masking: Any = sys.modules.get("transformers.masking_utils")
 if hasattr(_models, "AttentionInterface") and hasattr(_masking, "AttentionMaskInterface"):
     # the integration loads at the first call and then registers itself in place of these two
     _models.AttentionInterface.register("stof", _attend)
