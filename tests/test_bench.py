@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 pytest.importorskip("transformers")
 
@@ -27,8 +28,21 @@ def rows_of(path):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Folder, stdout and stderr of one process for all commands: it takes seconds to start."""
-    folder = tmp_path_factory.mktemp("bench")
+    """Folder, stdout and stderr of one process for all commands: it takes seconds to start.
+
+    Test processes that work side by side share it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "bench"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        said = folder / "said.json"
+        if not said.exists():
+            said.write_text(json.dumps(run_all(folder)))
+        return folder, *json.loads(said.read_text())
+
+
+def run_all(folder):
     common = ["--device", "cpu", "--seed", "1", "--tune-budget", "0", "--caches", str(folder)]
     e2e = ["e2e", *common, "--smoke", "--out", str(folder / "e2e.csv")]
     e2e += ["--dump-dir", str(folder / "dumps")]
@@ -54,7 +68,7 @@ def ran(tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder, done.stdout, done.stderr
+    return done.stdout, done.stderr
 
 
 def test_every_cell_dumps_into_a_folder_of_its_own(ran):
