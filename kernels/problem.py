@@ -90,35 +90,13 @@ def check_problem(
     Raises:
         ValueError: an argument does not fit the others.
     """
-    plain = key_keep is None and bias is None and type(q) is Tensor  # none that is only traced
-    if not plain:
-        return _checked(q, k, v, mask, key_keep, bias, block_q, block_k, fragments)
-    asked = (block_q, block_k, fragments, *map(_layout, (q, k, v, *mask)))
-    known = _known.get(asked)
-    if known is not None:
-        return replace(known, q=q, k=k, v=v)
-    problem = _checked(q, k, v, mask, key_keep, bias, block_q, block_k, fragments)
-    if problem.q is q and problem.k is k and problem.v is v and len(_known) < _MOST_KNOWN:
-        nothing: Any = None
-        _known[asked] = replace(problem, q=nothing, k=nothing, v=nothing)
-    return problem
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: TileMask,
-    key_keep: Tensor | None,
-    bias: Tensor | None,
-    block_q: int,
-    block_k: int,
-    fragments: bool,
-) -> AttentionProblem:
+    given = q, k, v
+    asked: tuple[Any, ...] | None = None
+    if key_keep is None and bias is None and type(q) is Tensor:  # no tensor that is only traced
+        asked = (block_q, block_k, fragments, *map(_layout, (*given, *mask)))
+        known = _known.get(asked)
+        if known is not None:
+            return replace(known, q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require(tensor.dim() == 4, f"{name} must be [batch, heads, length, dim]", tensor.shape)
         _require(tensor.dtype in DTYPES, f"{name} must be fp16, bf16 or fp32", tensor.dtype)
@@ -150,7 +128,7 @@ def _checked(
     q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
     lanes = 16 // q.element_size()
     aligned = all(stride % lanes == 0 for t in (q, k, v) for stride in outer_strides(t))
-    return AttentionProblem(
+    problem = AttentionProblem(
         q=q,
         k=k,
         v=v,
@@ -167,6 +145,15 @@ def _checked(
         single_plane=single_plane,
         vec=lanes if aligned else 1,
     )
+    copied = any(a is not b for a, b in zip((q, k, v), given, strict=True))
+    if asked is not None and not copied and len(_known) < _MOST_KNOWN:
+        nothing: Any = None
+        _known[asked] = replace(problem, q=nothing, k=nothing, v=nothing)
+    return problem
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def outer_strides(tensor: Tensor) -> list[int]:

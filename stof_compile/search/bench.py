@@ -314,6 +314,8 @@ class DeviceBench:
                 wide = run_recipe(recipe, operands, torch.float64)
                 self._references[recipe.key] = wide
             scale = ERROR_SCALE ** max(1, recipe.contractions)
+            if self.device.type == "cuda":  # the next launch may go past Triton: bound_launch.py
+                call(*operands)
             out = call(*operands)
             if isinstance(out, tuple):
                 shape = recipe.result.shape

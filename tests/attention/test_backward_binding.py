@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import stof_compile.ops  # noqa: F401
+import stof_compile.ops  # noqa: F401  # registers the operators
 from stof_compile import masks
 from stof_compile.attention.call import bind_kernel
 from stof_compile.attention.problem import AttentionProblem, TensorMeta

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import stof_compile.ops_cpu  # noqa: F401
+import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
 from stof_compile.attention import lower, trial
 from stof_compile.attention.call import bind_kernel

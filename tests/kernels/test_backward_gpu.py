@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from close import assert_close
 from stof_compile.kernels import reference
 
-import stof_compile.ops  # noqa: F401
+import stof_compile.ops  # noqa: F401  # registers the operators
 from stof_compile import explain, masks, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.attention.functional import attention_kernel
