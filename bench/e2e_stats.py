@@ -10,7 +10,7 @@ from results import number
 from stats import Row, geometric_mean
 
 PEERS = {"torch.compile": "compile-", "expert flex": "flex-"}
-STOF = ("stof-default", "stof-ro")  # the ablations are rows of their own
+STOF = ("stof-default", "stof-captured", "stof-ro")  # the ablations are rows of their own
 Time = Callable[[Row], float]
 
 

@@ -40,8 +40,8 @@ class Way:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether the mode replays CUDA graphs of its own."""
-        return self.mode == "reduce-overhead"
+        """Whether calls replay CUDA graphs of Inductor."""
+        return self.mode == "reduce-overhead" and "inductor" not in self.options
 
 
 def ways(device: torch.device, model: str, shape: str) -> list[Way]:
@@ -56,6 +56,9 @@ def ways(device: torch.device, model: str, shape: str) -> list[Way]:
     if cuda:  # without graphs of its own, so that its replay is timed like the others'
         asked_only = (model, shape) not in AUTOTUNED
         found.append(Way(AUTOTUNE, "sdpa", "max-autotune-no-cudagraphs", named=asked_only))
+        # for callers who capture graphs: the host has no say in which form is kept
+        captured = {"inductor": {"triton.cudagraphs": False}}
+        found.append(Way("stof-captured", "stof", "reduce-overhead", captured))
     return [
         *found,
         Way("stof-attention", "stof", None, {"fusion": "off", "strict": True}, named=True),
@@ -76,7 +79,11 @@ def chosen_ways(device: torch.device, model: str, shape: str, peers: str | None)
         return [way for way in every if not way.named]
     words = {word.strip() for word in peers.split(",")}
     known = {way.name for way in every} | {way.attention for way in every}
-    if words - known - {AUTOTUNE, *(f"{p}-ro" for p in ("compile", "flex", "stof"))}:
+    if (
+        words
+        - known
+        - {AUTOTUNE, "stof-captured", *(f"{p}-ro" for p in ("compile", "flex", "stof"))}
+    ):
         raise SystemExit(
             f"no way {', '.join(sorted(words - known))}; ways: {', '.join(sorted(known))}"
         )

@@ -41,10 +41,56 @@ class Descriptor(NamedTuple):
 
     def like(self, other: Any) -> Any:
         """Triton's own descriptor again, with all else as in one that was checked."""
-        made = object.__new__(type(other))
-        place = {"base": self.base, "shape": list(self.shape), "strides": list(self.strides)}
-        made.__dict__.update(other.__dict__, **place)
-        return made
+        return _with(other, base=self.base, shape=list(self.shape), strides=list(self.strides))
+
+
+class Repeat:
+    """A launch again: of the same kernel on tensors with the same layouts.
+
+    Args:
+        compiled: what Triton compiled for it. programs: of the grid. arguments: of that launch;
+            descriptors, which come first, and numbers. constants: the kernel's.
+    """
+
+    def __init__(
+        self, compiled: Any, programs: int, arguments: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
+        self._compiled, self._programs = compiled, programs
+        # without the tensors: they would live as long as the process
+        self._descriptors = [_with(a, base=None) for a in arguments if not isinstance(a, int)]
+        self._rest = [*(a for a in arguments if isinstance(a, int)), *constants]
+        self._device = torch.cuda.current_device()
+
+    @property
+    def here(self) -> bool:
+        """Whether the device it was compiled on is current."""
+        return torch.cuda.current_device() == self._device
+
+    def __call__(self, *bases: Tensor) -> None:
+        """Run the kernel on the current stream.
+
+        Args:
+            bases: tensors in the place of the descriptors', in their order; sizes, strides, dtypes
+                and alignments as they were.
+        """
+        from triton import knobs
+
+        placed = zip(self._descriptors, bases, strict=True)
+        values = [*(_with(d, base=base) for d, base in placed), *self._rest]
+        compiled, hooks = self._compiled, knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler listens
+            compiled[self._programs, 1, 1](*values)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        place = self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata
+        compiled.run(*place, None, None, None, *values)
+
+
+def _with(descriptor: Any, **changed: Any) -> Any:
+    """A copy of Triton's own descriptor, which is not checked again."""
+    made = object.__new__(type(descriptor))
+    made.__dict__.update(descriptor.__dict__, **changed)
+    return made
 
 
 def launch(
@@ -53,7 +99,7 @@ def launch(
     arguments: Sequence[Any],
     constants: Mapping[str, Any],
     options: Mapping[str, Any],
-) -> None:
+) -> Repeat | None:
     """Run a kernel on a one-dimensional grid of the current device and stream.
 
     Args:
@@ -62,6 +108,9 @@ def launch(
         arguments: in the order of the kernel: tensors, ``Descriptor``s, ints of at most 64 bits.
         constants: the kernel's, all of them, in its order.
         options: of the compiler: num_warps and the like.
+    Returns:
+        The launch again, where all arguments are descriptors, which come first, and numbers; None
+        where they are not, or Triton has not said yet what it compiled.
     """
     key = (
         kernel.fn,
@@ -83,7 +132,10 @@ def launch(
             a.like(b) if isinstance(a, Descriptor) else a
             for a, b in zip(arguments, before, strict=True)
         ]
-        compiled[(programs, 1, 1)](*values, *constants.values())
+        compiled[programs, 1, 1](*values, *constants.values())
+        if not any(isinstance(a, Tensor) for a in arguments):
+            return Repeat(compiled, programs, values, list(constants.values()))
+    return None
 
 
 def _without_tensor(value: Any) -> Any:

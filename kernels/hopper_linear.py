@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bound_launch import Descriptor, launch
+from .bound_launch import Descriptor, Repeat, launch
 from .limits import shared_memory_limit
 from .problem import on_device
 
@@ -33,6 +33,17 @@ class HopperLinearConfig(NamedTuple):
     block_n: int = 128  # columns of a tile
     stages: int = 5  # depth of the ring of loads
     group_m: int = 8  # tile rows that are computed together
+
+
+class _Known(NamedTuple):
+    """A launch that was checked and has run, and the shape of its result."""
+
+    repeat: Repeat
+    shape: torch.Size
+
+
+_MOST_KNOWN = 1000
+_known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, names, device
 
 
 def shared_bytes(config: HopperLinearConfig) -> int:
@@ -104,6 +115,16 @@ def hopper_linear_forward(
     Raises:
         ValueError: a size, dtype or config that the kernel does not take.
     """
+    asked = (
+        *map(_layout, (x, weight, bias, residual)), activation, *config, x.get_device()
+    )  # fmt: skip
+    known = _known.get(asked)
+    if known is not None and known.repeat.here:
+        out = x.new_empty(known.shape)
+        known.repeat(
+            x, weight, out if bias is None else bias, out if residual is None else residual, out
+        )
+        return out
     n, k = weight.shape
     chosen = HopperLinearConfig(*config)
     if not x.is_cuda:
@@ -130,9 +151,28 @@ def hopper_linear_forward(
     added = None if residual is None else _for_tma(residual.reshape(rows, n))
     weight_kn = weight.stride(1) != 1
     held = _for_tma(weight.t() if weight_kn else weight)
+    biases = bias
+    if bias is not None and (bias.data_ptr() % 16 or not bias.is_contiguous()):
+        biases = bias.clone(memory_format=torch.contiguous_format)
+    operands = flat, held, biases, added
     with on_device(x):
-        _launch(flat, held, bias, added, out.view(rows, n), activation, chosen, weight_kn)
+        repeat = _launch(*operands, out.view(rows, n), activation, chosen, weight_kn)
+    given = x, weight, bias, residual
+    copied = any(
+        a.data_ptr() != b.data_ptr()
+        for a, b in zip(given, operands, strict=True)
+        if a is not None and b is not None
+    )
+    if repeat is not None and not copied and len(_known) < _MOST_KNOWN:
+        _known[asked] = _Known(repeat, out.shape)
     return out
+
+
+def _layout(tensor: Tensor | None) -> Any:
+    """What a launch takes a tensor for, but for its address."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0
 
 
 def _launch(
@@ -144,7 +184,7 @@ def _launch(
     activation: str,
     config: HopperLinearConfig,
     weight_kn: bool,
-) -> None:
+) -> Repeat | None:
     from .hopper_linear_kernel import hopper_linear_kernel
 
     (rows, k), n = x.shape, out.shape[1]
@@ -152,9 +192,7 @@ def _launch(
     tiles, vector = _layouts()
     weight_block = (BLOCK_K, block_n) if weight_kn else (block_n, BLOCK_K)
     half = (block_m, block_n // 2)  # a tile is finished by halves
-    biases = out[0] if bias is None else bias.contiguous()
-    if biases.data_ptr() % 16:  # TMA cannot address it
-        biases = biases.clone()
+    biases = out if bias is None else bias
     added = out if residual is None else residual
     operands = [
         Descriptor(x, x.shape, x.stride(), (block_m, BLOCK_K), tiles),
@@ -176,7 +214,7 @@ def _launch(
         "WEIGHT_KN": weight_kn,
         "REGISTERS": CONSUMER_REGISTERS,
     }
-    launch(
+    return launch(
         hopper_linear_kernel,
         min(workers, tiles_m * tiles_n),
         [*operands, tiles_m, tiles_n, group_m, -(-k // BLOCK_K)],

@@ -37,6 +37,7 @@ from stof_compile.record_attention import record_near_misses, record_sites
 from stof_compile.record_fusion import record_fusion
 from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key
+from stof_compile.triton_environment import settle_triton_environment
 from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
 
 
@@ -76,6 +77,7 @@ def improve(
     original, started = copy_graph(gm), time.monotonic()
     budget = budget or Budget(opts.tune_budget_s)
     device = device_facts(facts.device)
+    settle_triton_environment(facts.device)
     record = Record(device=device.to_json(), options=opts.to_json())
     record.graphs["captured"] = graph_text(gm)
     made = Plan(

@@ -26,6 +26,16 @@ def uses_cuda_graphs(options: StofOptions) -> bool:
     return bool(config_patches(options).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
+def is_replayed(options: StofOptions) -> bool:
+    """Whether calls are replays of CUDA graphs: Inductor's, or, where the mode asks for graphs and
+    the settings switch Inductor's off, of graphs that the caller captures.
+    """
+    from torch._inductor import list_mode_options
+
+    asked = list_mode_options(options.mode) if options.mode else {}
+    return uses_cuda_graphs(options) or bool(asked.get("triton.cudagraphs"))
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: StofOptions
 ) -> Callable[..., Any]:

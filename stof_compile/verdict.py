@@ -4,7 +4,7 @@ Segments are measured alone; what Inductor would have fused across their borders
 whole graph. So the finished graph, the graph as torch.compile would run it and, while
 there is time, the graph with attention rewritten only are compiled and timed in turns, once per
 graph, device and versions, and the fastest is kept: the one with the shortest time on the device.
-Where the mode launches kernels one by one, as without CUDA graphs, the host has its say: a form
+Where kernels are launched one by one, in a mode without CUDA graphs, the host has its say: a form
 that takes longer to call than torch.compile's does not win.
 """
 
@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from stof_compile.budget import Budget
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.graph_copy import copy_graph
-from stof_compile.inductor import compile_with_inductor, uses_cuda_graphs
+from stof_compile.inductor import compile_with_inductor, is_replayed, uses_cuda_graphs
 from stof_compile.measure import time_in_turns
 from stof_compile.options import StofOptions
 from stof_compile.store import Store
@@ -113,7 +113,7 @@ def fastest_form(
             user waits for anyway, takes nothing from it.
     """
     key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
-    launched = device.type == "cuda" and not uses_cuda_graphs(opts)
+    launched = device.type == "cuda" and not is_replayed(opts)
     held = _held(store, key, forms)
     if held is not None and not opts.tune_budget_s > held.unfinished_s > 0:
         return FastestForm(held)

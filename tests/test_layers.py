@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "node_ops",
             "static_values",
         }  # parts of normalize, capture
-        | {"graph_copy", "graph_key", "progress"}  # parts of backend, fuse
+        | {"graph_copy", "graph_key", "progress", "triton_environment"}  # parts of backend, fuse
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
         | {"fold_transpose", "compare", "example_values"}

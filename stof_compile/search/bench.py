@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -37,6 +36,7 @@ from stof_compile.search.library import library_call
 from stof_compile.search.trial import Trial, TrialTable
 from stof_compile.templates.base import Template
 from stof_compile.templates.space import Config
+from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -186,9 +186,9 @@ class DeviceBench:
         if not self.pool.alive:
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        cache_dir = os.environ.get("TRITON_CACHE_DIR")
+        environment = TritonEnvironment.of_this_process(self.device)
         for c in wanted:
-            job = Job(recipe, c.template, c.config, f"cuda:{index}", cache_dir)
+            job = Job(recipe, c.template, c.config, f"cuda:{index}", environment)
             self._compiling[recipe.key, c] = self.pool.submit(job)
 
     def _await_compiled(self, recipe: Recipe, candidate: Candidate) -> None:

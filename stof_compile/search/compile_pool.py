@@ -14,12 +14,14 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 from stof_compile.fusion.recipe import Recipe
+from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger("stof_compile")
 
@@ -32,15 +34,14 @@ class Job:
     """One candidate to compile.
 
     Args:
-        recipe, template, config: what. device: "cuda:<n>". cache_dir: value of TRITON_CACHE_DIR in
-            the timing process, None where it is not set.
+        recipe, template, config: what. device: "cuda:<n>". environment: of the timing process.
     """
 
     recipe: Recipe
     template: str
     config: tuple[tuple[str, Any], ...]
     device: str
-    cache_dir: str | None
+    environment: TritonEnvironment
 
 
 class CompilePool:
@@ -58,6 +59,7 @@ class CompilePool:
     def __init__(self, workers: int, command: list[str] | None = None) -> None:
         self._jobs: SimpleQueue[tuple[Job, Future[str]] | None] = SimpleQueue()
         self._closed = False
+        self._started = time.monotonic()
         self.ready = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
@@ -102,6 +104,7 @@ class CompilePool:
             process.kill()
             return
         self.ready = True
+        log.debug("a compile worker is ready after %.1f s", time.monotonic() - self._started)
         while not self._closed:
             item = self._jobs.get()
             if item is None:
@@ -112,7 +115,11 @@ class CompilePool:
             try:
                 pickle.dump(job, process.stdin)
                 process.stdin.flush()
-                future.set_result(str(pickle.load(process.stdout)))
+                failed = str(pickle.load(process.stdout))
+                if failed:
+                    what = job.template, dict(job.config), failed
+                    log.debug("a worker could not compile %s %s: %s", *what)
+                future.set_result(failed)
             except Exception as failure:  # the worker is of no use any more
                 future.set_result(f"the worker ended: {failure!r}")
                 process.kill()

@@ -35,11 +35,12 @@ def main() -> None:
 
 def run(job: Job) -> str:
     """Compile one candidate; returns "" or why it failed."""
-    if job.cache_dir is not None:
-        os.environ["TRITON_CACHE_DIR"] = job.cache_dir
     try:
         (template,) = (t for t in TEMPLATES if t.name == job.template)
         device = torch.device(job.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        job.environment.take()
         operands = [
             torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device=device)
             for o in job.recipe.operands
@@ -47,8 +48,6 @@ def run(job: Job) -> str:
         if template.name.startswith(TILELANG):
             _launch_no_tiles()
         with torch.no_grad():
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
             template.build(job.recipe, dict(job.config)).run(operands)
         if device.type == "cuda":
             del operands

@@ -92,3 +92,88 @@ def test_another_device_and_another_kernel_have_forms_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch(one, 7, [32], CONSTANTS, OPTIONS)
     assert len(one.asked) == 2 and len(two.asked) == 1
+
+
+# -- repeats --------------------------------------------------------------------------------------
+
+
+class Chain:
+    """A chain of Triton's hooks."""
+
+    def __init__(self):
+        self.calls = []
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    from triton import knobs
+
+    enter, leave = Chain(), Chain()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", enter)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", leave)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    return enter
+
+
+class Launched(SimpleCompiled):
+    """A compiled form as Triton makes them: with handles and a launcher of its own."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.direct, self.hooked = [], []
+        super().__init__(lambda *values: self.direct.append(values))
+
+    def __getitem__(self, grid):
+        return lambda *values: self.hooked.append((grid, values))
+
+
+def repeated(compiled):
+    first, second = descriptor(rows=128), descriptor(torch.float16)
+    kernel = Kernel()
+    kernel.__class__ = type(
+        "Asked", (Kernel,), {"__getitem__": lambda *_: lambda *a, **n: compiled}
+    )
+    again = None
+    for _ in range(2):
+        again = launch(kernel, 7, [first, second, 32, 5], CONSTANTS, OPTIONS)
+    return first, second, again
+
+
+def test_a_launch_is_repeated_on_other_tensors(hooks):
+    compiled = Launched()
+    first, second, again = repeated(compiled)
+    compiled.hooked.clear()
+    bases = torch.zeros(128, 64, dtype=torch.float16), torch.ones(64, 64, dtype=torch.float16)
+    again(*bases)
+    ((*place, one, two, number, last, constant),) = compiled.direct
+    assert place == [7, 1, 1, 77, "function", "metadata", None, None, None]
+    assert (number, last, constant) == (32, 5, 64)
+    for made, base, before in ((one, bases[0], first), (two, bases[1], second)):
+        wanted = vars(before.checked()) | {"base": base}
+        assert made.base is base and vars(made) == wanted
+    assert not compiled.hooked
+
+
+def test_hooks_hear_of_repeats(hooks):
+    compiled = Launched()
+    *_, again = repeated(compiled)
+    compiled.hooked.clear()
+    hooks.calls.append(print)
+    again(torch.zeros(128, 64), torch.ones(64, 64))
+    assert not compiled.direct
+    assert [grid for grid, _ in compiled.hooked] == [(7, 1, 1)]
+
+
+def test_a_repeat_keeps_no_tensor_and_knows_its_device(hooks, monkeypatch):
+    *_, again = repeated(Launched())
+    assert all(held.base is None for held in again._descriptors)
+    assert again.here
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert not again.here
+
+
+def test_launches_with_plain_tensors_are_not_repeated():
+    kernel, data = Kernel(), torch.empty(16)
+    results = [launch(kernel, 7, [descriptor(), data, 32], CONSTANTS, OPTIONS) for _ in range(2)]
+    assert results == [None, None]

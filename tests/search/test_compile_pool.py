@@ -8,6 +8,7 @@ import torch
 
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
 from stof_compile.search.compile_pool import CompilePool, Job
+from stof_compile.triton_environment import TritonEnvironment
 
 ECHO = """
 import pickle, sys, time
@@ -27,7 +28,7 @@ RECIPE = Recipe((SPEC,), (Step("exp", (Ref("operand", 0),), (4, 4), torch.float3
 
 
 def job(template):
-    return Job(RECIPE, template, (("warps", 4),), "cpu", None)
+    return Job(RECIPE, template, (("warps", 4),), "cpu", TritonEnvironment(()))
 
 
 @pytest.fixture
