@@ -33,7 +33,9 @@ class StofOptions:
         default=None,
         metadata=_about(
             "Inductor's mode: default, reduce-overhead (CUDA graphs), max-autotune or "
-            "max-autotune-no-cudagraphs; `mode=` of torch.compile sets the same"
+            "max-autotune-no-cudagraphs; `mode=` of torch.compile sets the same. Who captures CUDA "
+            "graphs of the calls himself says reduce-overhead and `inductor={'triton.cudagraphs': "
+            "False}`"
         ),
     )
     mask: Any = field(

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -33,16 +33,36 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 """Raised when the meaning of stored files changes; files of another format are misses."""
 
+ENVIRONMENT_PARTS = ("device", "runtime", "arch", "torch", "triton", "stof")
+"""What an environment key is made of, in this order."""
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored file, for listings."""
+    """One stored file, for listings.
+
+    Args:
+        environment, kind, key: what it is addressed by.
+        modified_s: when it was written, in seconds since 1970.
+        value: what is stored; None where the file has another format, which is never read.
+    """
 
     environment: str
     kind: str
     key: str
     path: Path
     size_bytes: int
+    modified_s: float
+    value: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What :meth:`Store.put_all` did with its values."""
+
+    added: int
+    replaced: int
+    kept: int
 
 
 class Store:
@@ -73,19 +93,41 @@ class Store:
         Args:
             value: plain JSON; anything else is a mistake of the caller and raises TypeError.
         """
-        path = self._path(kind, key)
-        body = {
-            "format": FORMAT,
-            "environment": self.environment,
-            "kind": kind,
-            "key": key,
-            "value": dict(value),
-        }
-        text = json.dumps(body, indent=1, sort_keys=True)
+        path, text = self._path(kind, key), self._text(kind, key, value)
         try:
             write_atomic(path, text)
         except OSError as error:
             log.warning("choice not kept, %s cannot be written: %s", path, error)
+
+    def put_all(
+        self, items: Iterable[tuple[str, str, Mapping[str, Any]]], *, overwrite: bool = False
+    ) -> Written:
+        """Write many values, all or none, while no other process does the same.
+
+        Args:
+            items: (kind, key, value).
+            overwrite: replace values that are there; else they are kept.
+        Raises:
+            OSError: the folder cannot be written to; nothing was changed.
+        """
+        staged: list[tuple[str, Path]] = []
+        replaced = kept = 0
+        with self.lock("put_all"):
+            try:
+                for kind, key, value in items:
+                    there = self.get(kind, key) is not None
+                    if there and not overwrite:
+                        kept += 1
+                        continue
+                    replaced += there
+                    path = self._path(kind, key)
+                    staged.append((_write_beside(path, self._text(kind, key, value)), path))
+                for temporary, path in staged:
+                    os.replace(temporary, path)
+            finally:
+                for temporary, _ in staged:
+                    Path(temporary).unlink(missing_ok=True)
+        return Written(len(staged) - replaced, replaced, kept)
 
     @contextmanager
     def lock(self, name: str, timeout_s: float = 600.0) -> Iterator[None]:
@@ -108,6 +150,16 @@ class Store:
         finally:
             if held is not None:
                 held.release()
+
+    def _text(self, kind: str, key: str, value: Mapping[str, Any]) -> str:
+        body = {
+            "format": FORMAT,
+            "environment": self.environment,
+            "kind": kind,
+            "key": key,
+            "value": dict(value),
+        }
+        return json.dumps(body, indent=1, sort_keys=True)
 
     def _path(self, kind: str, key: str) -> Path:
         return self._folder / _file_name(kind) / f"{_digest(key)}.json"
@@ -132,18 +184,37 @@ def environment_key(facts: DeviceFacts) -> str:
     return " | ".join(parts)
 
 
+def environment_parts(key: str) -> dict[str, str]:
+    """An environment key taken apart: :data:`ENVIRONMENT_PARTS` -> value.
+
+    A key of another form is one part, ``environment``.
+    """
+    values = key.split(" | ")
+    if len(values) != len(ENVIRONMENT_PARTS):
+        return {"environment": key}
+    pairs = zip(ENVIRONMENT_PARTS, values, strict=True)
+    return {name: value.removeprefix(f"{name} ") for name, value in pairs}
+
+
 def entries(root: Path) -> Iterator[Entry]:
     """All stored values below ``root``, over all environments, sorted by path."""
-    for path in sorted(Path(root).glob("*/*/*.json")):
+    for path in _stored_files(root):
         body = _read(path)
         if body is None:
             continue
+        try:
+            about = path.stat()
+        except FileNotFoundError:  # another process has just deleted it
+            continue
+        value = body.get("value") if body.get("format") == FORMAT else None
         yield Entry(
             environment=str(body.get("environment", "?")),
             kind=str(body.get("kind", "?")),
             key=str(body.get("key", "?")),
             path=path,
-            size_bytes=path.stat().st_size,
+            size_bytes=about.st_size,
+            modified_s=about.st_mtime,
+            value=value if isinstance(value, dict) else None,
         )
 
 
@@ -153,10 +224,9 @@ def clear(root: Path) -> int:
     Only files of the layout above go; whatever else lies in the folder stays.
     """
     count = 0
-    for path in sorted(Path(root).glob("*/*/*.json")):
-        if re.fullmatch(r"[0-9a-f]{32}", path.stem):
-            path.unlink(missing_ok=True)
-            count += 1
+    for path in _stored_files(root):
+        path.unlink(missing_ok=True)
+        count += 1
     for locks in Path(root).glob("*/locks"):
         shutil.rmtree(locks, ignore_errors=True)
     return count
@@ -164,11 +234,8 @@ def clear(root: Path) -> int:
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file so that no reader ever sees a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    temporary = _write_beside(path, text)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -176,6 +243,24 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 # -- helpers --------------------------------------------------------------------------------------
+
+
+def _stored_files(root: Path) -> list[Path]:
+    found = sorted(Path(root).glob("*/*/*.json"))
+    return [path for path in found if re.fullmatch(r"[0-9a-f]{32}", path.stem)]
+
+
+def _write_beside(path: Path, text: str) -> str:
+    """Write a text into a new file in the folder of ``path``; returns its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return temporary
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,86 @@
+"""The list of commands, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stof_compile.cli.bench import bench
+from stof_compile.cli.cache import cache
+from stof_compile.cli.doctor import doctor
+from stof_compile.cli.dumps import explain, inspect
+from stof_compile.cli.output import print_json
+from stof_compile.cli.runs import demo, tune
+
+app = typer.Typer(
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help"]}
+)
+for command in (doctor, demo, tune, explain, inspect):
+    app.command()(command)
+app.command(
+    # what follows the first word belongs to bench/run.py
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)(bench)
+app.add_typer(cache, name="cache")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stof {import_module('stof_compile').__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def stof(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Sparse attention and fused operators for torch.compile: tools around the backend."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: without the program's name; None = of this process.
+    Returns:
+        Exit code: 0 done, 1 it cannot be done here, 2 the call was wrong.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        typer.main.get_command(app)(args=arguments, prog_name="stof")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        status, message = _told(error)
+        if status is None:
+            raise
+        if "--json" in arguments:
+            print_json({"error": message, "kind": type(error).__name__})
+        console = Console(stderr=True)
+        console.print(f"stof: {message}", markup=False, highlight=False, soft_wrap=True)
+        return status
+    return 0
+
+
+def _told(error: Exception) -> tuple[int | None, str]:
+    """Exit code and message of an error that a user can do something about; None for ours."""
+    if isinstance(error, OSError):
+        return 1, str(error)
+    if isinstance(error, ModuleNotFoundError):
+        known = error.name == "torch"
+        return (1 if known else None), f"{error}: `stof doctor` says how to get it"
+    from stof_compile.errors import StofError, StofUnsupportedError
+
+    if not isinstance(error, StofError):
+        return None, ""
+    return (1 if isinstance(error, StofUnsupportedError) else 2), str(error.args[0])

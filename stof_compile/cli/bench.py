@@ -1,0 +1,73 @@
+"""``stof bench``: hands on to bench/run.py of the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stof_compile.cli.output import AsJson, Output, output
+
+
+def bench(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND ...",
+            help="What bench/run.py takes: attention, e2e, tuning, accuracy, cpu, mask, overhead, "
+            "ceilings or report, and options; `stof bench attention --help` lists them.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the benchmarks of the repository."""
+    given = list(arguments or ())
+    if "--json" in given:  # it may stand anywhere; bench/run.py has no such option
+        given.remove("--json")
+        as_json = True
+    with output(as_json) as out:
+        script = find_bench()
+        if script is None:
+            _explain_absence(out)
+            return
+        command = [sys.executable, str(script), *given]
+        started = time.monotonic()
+        if not as_json:
+            out.status = subprocess.run(command, check=False).returncode
+            return
+        lines = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None, "asked for as a pipe"
+            for line in run.stdout:
+                lines.append(line.rstrip("\n"))
+                typer.echo(lines[-1], err=True)  # it may take hours
+        out.status = run.returncode
+        out.result = {
+            "command": given,
+            "exit_code": run.returncode,
+            "seconds": time.monotonic() - started,
+            "output": lines,
+        }
+
+
+def find_bench() -> Path | None:
+    """bench/run.py beside an editable install, or in the current directory; None if neither."""
+    for root in (Path(__file__).resolve().parents[2], Path.cwd()):
+        project, script = root / "pyproject.toml", root / "bench" / "run.py"
+        if script.is_file() and project.is_file() and "stof-compile" in project.read_text("utf-8"):
+            return script
+    return None
+
+
+def _explain_absence(out: Output) -> None:
+    message = (
+        "the benchmarks are no part of the installed package: clone the repository of STOF, then "
+        "`pip install -e '.[bench]'` there, or run `stof bench` in its folder"
+    )
+    out.status = 1
+    out.result = {"error": message, "kind": "NoBenchmarks"}
+    typer.echo(f"stof: {message}", err=True)

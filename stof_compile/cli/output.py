@@ -1,0 +1,83 @@
+"""Where a command prints: text for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+]
+
+
+class Output:
+    """What a command has to say.
+
+    Attributes:
+        console: for what happens meanwhile: stdout, with --json stderr.
+        result: what --json prints when the command is through.
+        status: exit code of the command.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        console = Console(stderr=as_json)
+        # tables stay whole when the output is no terminal
+        self.console = console if console.is_terminal else Console(stderr=as_json, width=120)
+        self.as_json = as_json
+        self.result: dict[str, Any] = {}
+        self.status = 0
+
+    def say(self, text: str) -> None:
+        """Print a line of the answer as it is, for people."""
+        if not self.as_json:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        """Print a table of the answer, for people."""
+        if not self.as_json:
+            self.console.print(table)
+
+
+@contextmanager
+def output(as_json: bool) -> Iterator[Output]:
+    """Run the body of a command; stdout is kept for its JSON if there is one to print.
+
+    Raises:
+        typer.Exit: with the status, where the body has set one.
+    """
+    out = Output(as_json)
+    if as_json:
+        with _stdout_is_stderr():
+            yield out
+        print_json(out.result)
+    else:
+        yield out
+    if out.status:
+        raise typer.Exit(out.status)
+
+
+def print_json(body: Mapping[str, Any]) -> None:
+    """Print an object on stdout."""
+    sys.stdout.write(json.dumps(body, indent=1) + "\n")
+
+
+@contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    # compilers and libraries print, too: what they write to the file descriptor goes along
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
