@@ -1,5 +1,6 @@
 # make demo: install into .venv and run the main job.  make test: install and run every check.
-# Both can be repeated; the installation runs again only when pyproject.toml or constraints.txt change.
+# make docs: the documentation as pages to read, in build/site.
+# All can be repeated; the installation runs again only when pyproject.toml or constraints.txt change.
 #   PYTHON=python3.12 make test     another interpreter (3.10 to 3.13)
 #   JOBS=4 make test                more test processes (each uses one thread)
 
@@ -13,13 +14,13 @@ CHECK := OMP_NUM_THREADS=1 $(BIN)/pytest -q --durations=10 -n $(JOBS) --dist wor
 # collecting all tests takes half a minute of two processes: only the files that have the mark
 MARKED = $$(grep -rl --include='test_*.py' $(1) tests)
 
-.PHONY: demo test lint types unit interpreter compile-only clean
+.PHONY: demo test lint types docs unit interpreter compile-only clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/stof demo $(ARGS)
 
-test: lint types unit interpreter compile-only
+test: lint types docs unit interpreter compile-only
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -30,6 +31,10 @@ types: $(VENV)/.installed-test
 	@rm -rf $(VENV)/types && mkdir -p $(VENV)/types/stof_compile
 	@ln -s $(CURDIR)/stof_compile/* $(CURDIR)/kernels $(CURDIR)/templates $(VENV)/types/stof_compile/
 	cd $(VENV)/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+# a warning is an error: links, anchors and pages that the navigation lacks
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(VENV)/.installed-test
 	$(CHECK) -m "not interpreter and not compile_only and not gpu" tests
