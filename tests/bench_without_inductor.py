@@ -5,6 +5,7 @@ be a new process of ``tuning`` runs here.
 """
 
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -50,6 +51,8 @@ def one_row(call, sets, device):
 launch_time, back_to_back_us = timing.launch_time, timing.back_to_back_us
 
 if __name__ == "__main__":
+    gc.set_threshold(10_000, 10, 10)  # as in conftest.py
+    gc.freeze()
     with (
         mock.patch("torch.compile", compile_only_stof),
         mock.patch("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward),
@@ -65,3 +68,4 @@ if __name__ == "__main__":
                 run.main(command)
             except SystemExit as refused:
                 print(f"refused: {refused}", file=sys.stderr)
+    gc.unfreeze()

@@ -1,11 +1,19 @@
 """Shared set-up: a private cache folder, and skips for what this process cannot run."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # the cores are taken: a pool of Inductor's for each test process only imports torch once more
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Dynamo makes many objects and torch and transformers leave millions: with Python's thresholds a
+# sixth of the time goes into walking over them
+gc.set_threshold(10_000, 10, 10)
 
 # how long an example takes says something about the machine only
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
             item.add_marker(no_interpreter)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests live as long as the process
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

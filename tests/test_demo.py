@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rich.console import Console
+from running import without_flex
 
 from stof_compile.demo import DemoSettings, document, run_demo
 from stof_compile.dump import read_dump
@@ -20,7 +21,8 @@ def test_small_demo(tmp_path):
         tokens=160, device="cpu", dump_dir=tmp_path / "dump", layers=2, budget_s=0.05
     )
     console = Console(width=120, record=True)
-    result = run_demo(settings, console)
+    with without_flex():
+        result = run_demo(settings, console)
     assert [row.name.split(",")[0] for row in result.rows] == ["eager", "torch.compile", "STOF"]
     for row in result.rows:
         # a few layers, no more than the error of attention itself times ten

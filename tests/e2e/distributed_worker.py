@@ -1,21 +1,22 @@
 """One rank of test_distributed.py: ``python distributed_worker.py case,case rank folder``.
 
 Cases run one after the other in one process, each in a process group of its own: starting a
-process takes longer than most of them.
+process takes longer than most of them. Those that tune operators are in fusion_cases.py.
 """
 
 import contextlib
+import gc
 import sys
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import fusion_cases
 import torch
 import torch.distributed as dist
 from models import BATCH, LENGTH, hf_bert
 from running import assert_same, masked, without_flex, without_inductor
-from torch import nn
-from torch.nn import functional as F
+from split_attention import Block
 
 import stof_compile.backend as backend
 from stof_compile import explain, masks
@@ -111,19 +112,6 @@ def fsdp(rank, folder):
     assert {site.status for site in seen.sites} == {"rewritten"}, str(seen)
 
 
-class Block(nn.Module):
-    """Attention with a projection for each of q, k, v; heads are split over the ranks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 def tensor_parallel(rank, folder):
     """Column- and row-parallel linear layers: their DTensor weights stay what they are."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -158,19 +146,24 @@ CASES = {
     "ddp-split": ddp_split,
     "fsdp": fsdp,
     "tensor-parallel": tensor_parallel,
+    **fusion_cases.CASES,
 }
 
 
 def main(cases, rank, folder):
+    gc.set_threshold(10_000, 10, 10)  # as in conftest.py
+    gc.freeze()
     backend.compile_with_inductor = without_inductor
     with without_flex():
         run_all([(name, CASES[name]) for name in cases.split(",")], int(rank), Path(folder))
+    gc.unfreeze()  # or nanobind reports leaks behind OK
 
 
 def run_all(cases, rank, folder):
     """Run (name, function) pairs, tell which one runs, and print OK at the end."""
     for name, case in cases:
         sys.stdout.write(f"{name}\n")
+        sys.stdout.flush()
         run(case, rank, folder / name)
     sys.stdout.write("OK\n")
 

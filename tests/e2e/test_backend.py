@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from models import BATCH, HEADS, LENGTH, HandWritten, hand_written, hf_bert, hf_gpt2
-from running import NO_TIMING, assert_same, masked, without_inductor
+from running import NO_TIMING, assert_same, masked, without_flex, without_inductor
 from torch import nn
 from torch.nn import functional as F
 
@@ -76,7 +76,7 @@ def test_mode_of_torch_compile(fresh_dynamo):
         fast = torch.compile(model, backend="stof", **arguments)
         with masked(WINDOW if "options" in arguments else None):
             expected = model(x)
-        with torch.no_grad():
+        with torch.no_grad(), without_flex():
             assert_same(fast(x), expected)
         given = explain(fast).graphs[0].options["mode"]
         assert given == arguments.get("mode", "reduce-overhead")

@@ -1,4 +1,5 @@
-"""Two processes on the CPU (gloo): data parallel, sharded and tensor-parallel training."""
+"""Two processes on the CPU (gloo): data parallel, sharded and tensor-parallel training; one rank
+tunes the operators of a graph, the other follows."""
 
 import os
 import subprocess
@@ -10,7 +11,18 @@ import torch.distributed as dist
 
 TESTS = Path(__file__).parent
 WORKER = TESTS / "distributed_worker.py"
-CASES = ("ddp", "ddp-mask", "ddp-split", "fsdp", "tensor-parallel")
+CASES = (
+    "ddp",
+    "ddp-mask",
+    "ddp-split",
+    "fsdp",
+    "tensor-parallel",
+    "operators-alike",
+    "operators-graphs-of-their-own",
+    "operators-too-slow",
+    "operators-failing",
+    "operators-tensor-parallel",
+)
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs the gloo backend"

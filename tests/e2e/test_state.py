@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import BATCH, LENGTH, hf_bert, hf_llama, token_ids
+from models import BATCH, LENGTH, hand_written, hf_bert, hf_llama, token_ids
 from running import assert_same, masked, without_flex, without_inductor
 from torch import nn
 
@@ -129,13 +129,13 @@ def test_an_unknown_entry_of_the_store_is_measured_anew(tmp_path):
 SCRIPT = """
 import sys
 import torch
-from models import hf_bert
+from models import hand_written  # importing transformers would take half of the time
 from running import without_flex, without_inductor
 import stof_compile.backend as backend
 from stof_compile import explain, masks
 
 backend.compile_with_inductor = without_inductor
-model, inputs = hf_bert("sdpa", False, layers=1)
+model, inputs = hand_written("scale_both")
 mask = masks.sliding_window(4)
 options = {"tune_budget_s": 60, "mask": mask, "cache_dir": sys.argv[1], "fusion": "off"}
 fast = torch.compile(model, backend="stof", options=options)
@@ -168,7 +168,7 @@ def test_processes_share_what_was_measured(tmp_path, monkeypatch):
     assert sorted(source for source, _ in both) == ["measured", "store"]
     assert len({kernel for _, kernel in both}) == 1
     monkeypatch.setattr(select, "measure_candidate", fail)  # a third process, later
-    model, inputs = hf_bert("sdpa", False, layers=1)
+    model, inputs = hand_written("scale_both")
     fast = torch.compile(model, backend="stof", options=tuned(tmp_path))
     fast(**inputs)
     choice = explain(fast).sites[0].choice
@@ -177,8 +177,6 @@ def test_processes_share_what_was_measured(tmp_path, monkeypatch):
 
 def test_a_mask_buffer_that_changes_is_noticed(fresh_dynamo):
     """Its contents went into the compiled mask; writing to it must not leave the old mask there."""
-    from models import hand_written
-
     model, inputs = hand_written("masked_fill_buffer")
     options = {"tune_budget_s": 0, "attention": "gather"}
     with torch.no_grad():

@@ -18,7 +18,7 @@ def built(name, **config):
     small = dict(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=128,
@@ -33,25 +33,25 @@ def built(name, **config):
 
 
 MODELS = {
-    "llama": (partial(models.hf_llama, "sdpa", True), (5, 0, 0)),
-    "mistral": (partial(models.hf_mistral, "sdpa", False), (5, 0, 0)),
-    "gemma": (partial(built, "Gemma"), (5, 0, 0)),
+    "llama": (partial(models.hf_llama, "sdpa", True, layers=1), (3, 0, 0)),
+    "mistral": (partial(models.hf_mistral, "sdpa", False, layers=1), (3, 0, 0)),
+    "gemma": (partial(built, "Gemma"), (3, 0, 0)),
     "gemma2": (partial(models.hf_gemma2, False), (9, 0, 0)),
-    "qwen3": (partial(built, "Qwen3"), (9, 0, 0)),
-    "olmo2": (partial(built, "Olmo2"), (9, 0, 0)),
-    "t5": (partial(models.hf_t5, "sdpa", False), (12, 0, 0)),
-    "gpt2": (partial(models.hf_gpt2, "sdpa", False), (0, 2, 0)),
+    "qwen3": (partial(built, "Qwen3"), (5, 0, 0)),
+    "olmo2": (partial(built, "Olmo2"), (5, 0, 0)),
+    "t5": (partial(models.hf_t5, "sdpa", False, layers=1), (7, 0, 0)),
+    "gpt2": (partial(models.hf_gpt2, "sdpa", False, layers=1), (0, 1, 0)),
     "gpt2-fast": (
-        partial(models.hf_gpt2, "sdpa", False, activation_function="gelu_fast"),
-        (0, 2, 0),
+        partial(models.hf_gpt2, "sdpa", False, layers=1, activation_function="gelu_fast"),
+        (0, 1, 0),
     ),
     "gpt2-quick": (
-        partial(models.hf_gpt2, "sdpa", False, activation_function="quick_gelu"),
+        partial(models.hf_gpt2, "sdpa", False, layers=1, activation_function="quick_gelu"),
         (0, 0, 0),
     ),
     "gpt2-python": (
-        partial(models.hf_gpt2, "sdpa", False, activation_function="gelu_python"),
-        (0, 2, 0),
+        partial(models.hf_gpt2, "sdpa", False, layers=1, activation_function="gelu_python"),
+        (0, 1, 0),
     ),
 }
 

@@ -1,10 +1,12 @@
 """The linear template for Hopper: what it takes, its code, and on a GPU its results."""
 
+import itertools
+
 import pytest
 import torch
 from close import assert_close
 from recipes import A100, H200, linear_recipe, random_operands
-from stof_compile.templates.hopper_linear import HopperLinear
+from stof_compile.templates.hopper_linear import DIMS, HopperLinear
 
 from stof_compile.fusion.recipe import run_recipe
 
@@ -40,6 +42,10 @@ def test_the_first_config_is_in_the_space_and_the_kernel_takes_all(k):
     chosen = [HopperLinearConfig(*TEMPLATE.build(recipe, c).args[-1]) for c in configs]
     assert [config_refusal(c) for c in chosen] == [None] * len(chosen)
     assert {c[:2] for c in chosen} == set(TILES)
+    # nor is any left out that the kernel takes
+    every = itertools.product(*DIMS.values())
+    taken = [c for c in every if config_refusal(HopperLinearConfig(*c)) is None]
+    assert sorted(taken) == sorted(chosen)
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

@@ -1,17 +1,14 @@
-"""One rank of test_distributed_fusion.py: ``python fusion_worker.py case,case rank folder``.
+"""Cases of distributed_worker.py in which one rank tunes operators and the other follows."""
 
-Cases run one after the other in one process, as those of distributed_worker.py.
-"""
-
-import sys
+import functools
 import time
-from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from distributed_worker import Block, run_all
 from models import hf_bert
-from running import assert_same, without_flex, without_inductor
+from running import assert_same, without_inductor
+from split_attention import Block
 from torch_templates import AnyRecipe, templates_win
 
 import stof_compile.backend as backend
@@ -149,23 +146,25 @@ def tensor_parallel(rank, folder):
     assert both[0] == both[1], both
 
 
+def with_templates(case):
+    """Run a case with templates of torch operations and invented times."""
+
+    @functools.wraps(case)
+    def run(rank, folder):
+        with (
+            mock.patch.object(verdict, "compile_with_inductor", without_inductor),
+            mock.patch.object(verdict, "time_in_turns", winners(rank)),
+            mock.patch.object(fuse, "TEMPLATES", (AnyRecipe(),)),
+        ):
+            case(rank, folder)
+
+    return run
+
+
 CASES = {
-    "alike": alike,
-    "graphs-of-their-own": graphs_of_their_own,
-    "too-slow": too_slow,
-    "failing": failing,
-    "tensor-parallel": tensor_parallel,
+    "operators-alike": with_templates(alike),
+    "operators-graphs-of-their-own": with_templates(graphs_of_their_own),
+    "operators-too-slow": with_templates(too_slow),
+    "operators-failing": with_templates(failing),
+    "operators-tensor-parallel": with_templates(tensor_parallel),
 }
-
-
-def main(cases, rank, folder):
-    rank = int(rank)
-    backend.compile_with_inductor = verdict.compile_with_inductor = without_inductor
-    verdict.time_in_turns = winners(rank)
-    fuse.TEMPLATES = (AnyRecipe(),)
-    with without_flex():
-        run_all([(name, CASES[name]) for name in cases.split(",")], rank, Path(folder))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
