@@ -185,6 +185,7 @@ def _fastest(
     make(verdict.winner)
     kept, found = forms[verdict.winner], outcome.record
     if kept is not outcome:  # what was tried and cost time is part of the story
+        kept.record.options = found.options  # the user's
         kept.record.chains, kept.record.packs = found.chains, found.packs
         kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
     kept.record.notes += [note for note in (str(verdict), verdict.remark) if note]

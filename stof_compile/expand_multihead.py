@@ -60,7 +60,7 @@ def _expand_encoder_layer(graph: Graph, node: Node, given: dict[str, Any]) -> bo
         return False
     names = [n for n in ENCODER_ARGUMENTS if isinstance(given.get(n), Node)]
     stack = node.meta.get("nn_module_stack") or {}
-    heads, eps, embed = given["num_heads"], given["eps"], given["embed_dim"]
+    heads, embed = given["num_heads"], given["embed_dim"]
     mask_type, unbatched = given.get("mask_type"), tensor_meta(source).dim() == 2  # type: ignore[union-attr]
 
     def layer(*proxies: Any) -> Any:
@@ -83,6 +83,7 @@ def _expand_encoder_layer(graph: Graph, node: Node, given: dict[str, Any]) -> bo
 
         def norm(y: Any, which: int) -> Any:
             weight, bias = p.get(f"norm_weight_{which}"), p.get(f"norm_bias_{which}")
+            eps = p.get("eps", given["eps"])  # an input of the graph where sizes are dynamic
             return F.layer_norm(y, (embed,), weight, bias, eps)
 
         x = p["src"].unsqueeze(0) if unbatched else p["src"]

@@ -52,6 +52,19 @@ def test_bert_with_padding_and_without_a_mask():
     assert graphs(fast) == (1, {"kept"})  # no mask to gain from: strict has nothing to say
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@torch.no_grad()
+def test_the_fast_path_of_an_encoder_layer(norm_first):
+    """The eps of its norms is an input of the graph."""
+    layer = nn.TransformerEncoderLayer(40, 4, 72, batch_first=True, norm_first=norm_first).eval()
+    fast = torch.compile(layer, backend="stof", options={**NO_TIMING, "mask": WINDOW}, dynamic=True)
+    for length in LENGTHS:
+        x, place = torch.randn(BATCH, length, 40), torch.arange(length)
+        outside = (place[:, None] - place).abs() > 4
+        assert_same(fast(x), layer(x, src_mask=outside))
+    assert graphs(fast) == (1, {"rewritten"})
+
+
 @pytest.mark.parametrize("mask", [None, masks.longformer(3, 2)], ids=repr)
 @pytest.mark.parametrize("build", [hf_gpt2, hf_llama, hf_mistral], ids=lambda b: b.__name__)
 @torch.no_grad()

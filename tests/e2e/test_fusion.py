@@ -221,3 +221,4 @@ def test_where_the_whole_graph_is_faster_without_us_the_record_says_so(
     assert (site.choice.kernel, site.choice.source) == ("sdpa", "graph")
     assert "as torch.compile runs it" in site.choice.reason
     assert {c.status for c in site.choice.candidates} == {"measured"}
+    assert (record.options["attention"], record.options["fusion"]) == ("auto", "auto")
