@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch._inductor.exc import InductorError
 
 # Entries of the tile table (tile rows x tile columns) that a mask may have: int32, twice.
@@ -102,7 +103,8 @@ def flex_forward(
         q.detach(), k.detach(), v.detach(), lists, numbers, tables[4], planes, octets, kept,
         cap, scale, block, bool(band),
     )  # fmt: skip
-    with torch.no_grad():
+    # the scale is a constant either way: as a symbol first, the function would be traced twice
+    with torch.no_grad(), dynamo_config.patch(specialize_float=True):
         try:
             return _compiled(form, dynamic=True)(*arguments)
         except InductorError:
