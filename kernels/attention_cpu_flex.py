@@ -1,7 +1,8 @@
 """FlexAttention on the CPU over the tile lists of a block mask.
 
 The compiled callable is made once per form (which pieces of the mask exist, dtype, layout) and
-shared by all layers and lengths; Inductor's disk cache keeps it between processes.
+shared by all layers, and by all lengths from the second on; Inductor's disk cache keeps it between
+processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,11 +107,11 @@ def flex_forward(
     # the scale is a constant either way: as a symbol first, the function would be traced twice
     with torch.no_grad(), dynamo_config.patch(specialize_float=True):
         try:
-            return _compiled(form, dynamic=True)(*arguments)
+            return _compiled(form, each_length=False)(*arguments)
         except InductorError:
             # Inductor's CPU template renames symbols as text (s7 inside s75): some forms with
             # symbolic lengths do not build, and are compiled for each length instead
-            return _compiled(form, dynamic=False)(*arguments)
+            return _compiled(form, each_length=True)(*arguments)
 
 
 def _flex_call(
@@ -176,13 +177,14 @@ def _flex_call(
 
 
 @cache
-def _compiled(form: Form, *, dynamic: bool) -> Callable[..., Tensor]:
-    """Make the callable of a form, for all lengths (dynamic) or for each.
+def _compiled(form: Form, *, each_length: bool) -> Callable[..., Tensor]:
+    """Make the callable of a form: compiled for the first length and then for all others, which
+    need twice as long to trace, or for each.
 
     Dynamo counts recompilations per code object and gives up after a few: every form gets a copy.
     """
-    code = _flex_call.__code__
-    return torch.compile(FunctionType(code.replace(), _flex_call.__globals__), dynamic=dynamic)
+    copied = FunctionType(_flex_call.__code__.replace(), _flex_call.__globals__)
+    return torch.compile(copied, dynamic=False if each_length else None)
 
 
 @lru_cache(maxsize=64)
