@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import torch
 from results import log_event, log_path, read_rows, say
 
 HERE = Path(__file__).resolve().parent
+BY_CELL = ("attention", "e2e", "tuning", "accuracy")
+CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
 NO_MODELS = ("attention", "cpu", "mask", "ceilings")
 
 
@@ -57,6 +61,10 @@ def settle(args: argparse.Namespace) -> None:
         )
     args.out = args.out.resolve()
     args.dump_dir = args.dump_dir and args.dump_dir.resolve()
+    if args.gpus > 1 and (args.device != "cuda" or args.command not in BY_CELL):
+        raise SystemExit(f"--gpus is for {', '.join(BY_CELL)} on cuda")
+    if args.gpus > max(1, torch.cuda.device_count()):
+        raise SystemExit(f"--gpus {args.gpus}: there are {torch.cuda.device_count()}")
     args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     if args.cell_timeout is None:
@@ -65,8 +73,10 @@ def settle(args: argparse.Namespace) -> None:
         args.warm = 8 if args.device == "cuda" and args.command == "attention" else 0
 
 
-def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
-    """The command line of a worker."""
+def worker_command(args: argparse.Namespace, unit: str, gpu: int | None = None) -> list[str]:
+    """The command line of a worker; on one of several GPUs it has caches of its own, unless they
+    were warmed for all.
+    """
     command = [
         sys.executable,
         str(HERE / "run.py"),
@@ -87,6 +97,8 @@ def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
         "dump_dir",
     ):
         value = getattr(args, name)
+        if name == "caches" and gpu is not None and args.command != "attention":
+            value = value / f"gpu{gpu}"
         if value not in (None, ""):
             command += [f"--{name.replace('_', '-')}", str(value)]
     command += ["--sweep"] if args.sweep else []
@@ -94,9 +106,16 @@ def worker_command(args: argparse.Namespace, unit: str) -> list[str]:
     return [*command, "--worker", unit]
 
 
-def worker_environment(args: argparse.Namespace) -> dict[str, str]:
-    """Attention peers compile one kernel each: Inductor's pool would cost more than it saves."""
+def worker_environment(args: argparse.Namespace, gpu: int | None = None) -> dict[str, str]:
+    """The variables of a worker, which sees one GPU and a share of the cores where there are more.
+
+    Attention peers compile one kernel each: Inductor's pool would cost more than it saves.
+    """
     environment = dict(os.environ)
+    if gpu is not None:
+        given = [g for g in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
+        environment["CUDA_VISIBLE_DEVICES"] = given[gpu] if given else str(gpu)
+        environment[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))[gpu :: args.gpus]))
     if args.command in ("attention", "cpu"):
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return environment
@@ -119,29 +138,7 @@ def drive(args: argparse.Namespace) -> int:
     started = time.monotonic()
     if args.warm > 0 and units:
         warm(args, units)
-    failed = 0
-    for index, unit in enumerate(units):
-        left = args.budget - (time.monotonic() - started)
-        if left < 20:
-            say(
-                f"budget of {args.budget:.0f} s spent: {len(units) - index} cells left; run again "
-                "with --resume"
-            )
-            log_event(
-                args.out,
-                unit.name,
-                "-",
-                "-",
-                "note",
-                f"budget spent before this cell and {len(units) - index - 1} more",
-                loud=False,
-            )
-            break
-        say(
-            f"[{index + 1}/{len(units)}] {unit.name}: {unit.pending} to measure, "
-            f"{time.monotonic() - started:.0f} s spent"
-        )
-        failed += run_unit(args, unit, min(left, args.cell_timeout))
+    failed = run_units(args, units, started)
     print(summary(args.out))
     held = [row for row in read_rows(log_path(args.out)) if row["kind"] != "note"]
     if held:
@@ -158,34 +155,65 @@ def drive(args: argparse.Namespace) -> int:
     return min(failed, 100)
 
 
-def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float) -> int:
+def run_units(args: argparse.Namespace, units: Sequence[Unit], started: float) -> int:
+    """Run the workers one after the other, or with ``--gpus`` one on each GPU at a time.
+
+    Args:
+        started: when the command began, of ``time.monotonic``; its budget counts from there.
+    Returns:
+        How many failed.
+    """
+    waiting = deque(enumerate(units))
+
+    def serve(gpu: int | None) -> int:
+        failed = 0
+        while waiting:
+            left = args.budget - (time.monotonic() - started)
+            if left < 20:
+                break
+            try:
+                index, unit = waiting.popleft()
+            except IndexError:  # another thread took the last one
+                break
+            where = "" if gpu is None else f" on GPU {gpu}"
+            say(
+                f"[{index + 1}/{len(units)}] {unit.name}: {unit.pending} to measure{where}, "
+                f"{time.monotonic() - started:.0f} s spent"
+            )
+            failed += run_unit(args, unit, min(left, args.cell_timeout), gpu)
+        return failed
+
+    if args.gpus == 1:
+        failed = serve(None)
+    else:
+        with ThreadPoolExecutor(args.gpus) as threads:
+            failed = sum(threads.map(serve, range(args.gpus)))
+    if waiting:
+        say(
+            f"budget of {args.budget:.0f} s spent: {len(waiting)} cells left; run again with "
+            "--resume"
+        )
+        text = f"budget spent before this cell and {len(waiting) - 1} more"
+        log_event(args.out, waiting[0][1].name, "-", "-", "note", text, loud=False)
+    return failed
+
+
+def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float, gpu: int | None = None) -> int:
     """Run one worker; 1 if it failed or took too long, which the log then says."""
     try:
         done = subprocess.run(
-            worker_command(args, unit.name),
-            env=worker_environment(args),
+            worker_command(args, unit.name, gpu),
+            env=worker_environment(args, gpu),
             timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        log_event(
-            args.out,
-            unit.name,
-            "-",
-            "-",
-            "error",
-            f"stopped after {limit_s:.0f} s; its finished rows stay",
-        )
+        text = f"stopped after {limit_s:.0f} s; its finished rows stay"
+        log_event(args.out, unit.name, "-", "-", "error", text)
         return 1
     if done.returncode != 0:
-        log_event(
-            args.out,
-            unit.name,
-            "-",
-            "-",
-            "error",
-            f"the cell's process ended with {done.returncode}",
-        )
+        text = f"the cell's process ended with {done.returncode}"
+        log_event(args.out, unit.name, "-", "-", "error", text)
         return 1
     return 0
 

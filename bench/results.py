@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 LOG_FIELDS = ("cell", "peer", "variant", "kind", "reason")
 
@@ -29,21 +33,28 @@ def append_row(path: Path, fields: Sequence[str], row: dict[str, Any]) -> None:
     unknown = set(row) - set(fields)
     assert not unknown, f"columns without a place in {path.name}: {sorted(unknown)}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists() or path.stat().st_size == 0
-    if not fresh:
-        with path.open(newline="") as file:
-            header = next(csv.reader(file))
-        if header != list(fields):
-            raise SystemExit(
-                f"{path} has other columns; choose another --out or run without --resume"
-            )
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(fields))
-        if fresh:
-            writer.writeheader()
-        writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
-        file.flush()
-        os.fsync(file.fileno())
+    with FileLock(_lock_path(path)):  # workers may run side by side
+        fresh = not path.exists() or path.stat().st_size == 0
+        if not fresh:
+            with path.open(newline="") as file:
+                header = next(csv.reader(file))
+            if header != list(fields):
+                raise SystemExit(
+                    f"{path} has other columns; choose another --out or run without --resume"
+                )
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(fields))
+            if fresh:
+                writer.writeheader()
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _lock_path(path: Path) -> Path:
+    """Beside no results: where temporary files go."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"stof-bench-{name}.lock"
 
 
 def log_path(out: Path) -> Path:

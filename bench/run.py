@@ -106,6 +106,9 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--dump-dir", type=Path, help="e2e: STOF's dump of every cell, in a folder of its own there"
     )
+    parsed.add_argument(
+        "--gpus", type=int, default=1, help="cells at a time, each on a GPU and cores of its own"
+    )
     parsed.add_argument("--length", type=int, help="mask: tokens; default 131072")
     parsed.add_argument("--worker", help=argparse.SUPPRESS)
     parsed.add_argument("--warm-worker", type=int, help=argparse.SUPPRESS)
@@ -117,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if args.worker is not None:
+        if "STOF_BENCH_CORES" in os.environ:  # before torch starts threads
+            os.sched_setaffinity(0, map(int, os.environ["STOF_BENCH_CORES"].split(",")))
         from worker import work
 
         return work(args)

@@ -5,6 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -175,3 +179,67 @@ def test_means_and_the_worst_cell(stats):
     assert "worst 1.60x in bert-base 1x128" in text
     assert "launches included: geometric mean 1.00x over 2 cells, worst 0.50x in gpt2 8x512" in text
     assert "nan" not in text
+
+
+# -- several GPUs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import driver
+
+    return driver
+
+
+def given(tmp_path, **changed):
+    given = {"command": "e2e", "gpus": 2, "budget": 100.0, "cell_timeout": 9.0}
+    return Namespace(**{**given, "out": tmp_path / "rows.csv", "caches": tmp_path, **changed})
+
+
+def test_cells_run_side_by_side_each_on_a_gpu(driver, tmp_path, monkeypatch):
+    """Three cells on two GPUs: the one that is done first takes the third."""
+    seen, both = [], threading.Barrier(2)
+
+    def run(args, unit, limit_s, gpu):
+        seen.append((unit.name, gpu))
+        if unit.name != "c":
+            both.wait(10)  # only if they run at the same time
+        return int(unit.name == "b")
+
+    monkeypatch.setattr(driver, "run_unit", run)
+    units = [driver.Unit(name, 1) for name in "abc"]
+    assert driver.run_units(given(tmp_path), units, time.monotonic()) == 1
+    assert sorted(name for name, _ in seen) == ["a", "b", "c"]
+    assert {gpu for _, gpu in seen[:2]} == {0, 1}
+
+
+def test_what_the_budget_leaves_is_told(driver, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(driver, "run_unit", None)
+    units = [driver.Unit(name, 1) for name in "abc"]
+    assert driver.run_units(given(tmp_path, budget=10.0), units, time.monotonic()) == 0
+    assert "3 cells left; run again with --resume" in capsys.readouterr().err
+    (line,) = rows_of(tmp_path / "rows.log.csv")
+    assert (line["cell"], line["reason"]) == ("a", "budget spent before this cell and 2 more")
+
+
+def test_workers_side_by_side_share_no_gpu_core_or_cache(driver, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7}, raising=False)
+    places = [driver.worker_environment(given(tmp_path), gpu) for gpu in (0, 1)]
+    assert [p["CUDA_VISIBLE_DEVICES"] for p in places] == ["4", "6"]
+    assert [p[driver.CORES] for p in places] == ["2,5", "3,7"]
+    names = "grid peers device kernel axes model seed length tune_budget dump_dir sweep smoke"
+    args = given(tmp_path, **dict.fromkeys(names.split()))
+    caches = [driver.worker_command(args, "cell", gpu) for gpu in (0, 1, None)]
+    found = [command[command.index("--caches") + 1] for command in caches]
+    assert found == [str(tmp_path / "gpu0"), str(tmp_path / "gpu1"), str(tmp_path)]
+
+
+def test_rows_of_workers_side_by_side_have_one_header(driver, tmp_path):
+    from results import append_row
+
+    out = tmp_path / "rows.csv"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: append_row(out, ("cell", "time"), {"cell": n}), range(40)))
+    assert sorted(int(r["cell"]) for r in rows_of(out)) == list(range(40))

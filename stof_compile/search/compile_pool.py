@@ -141,4 +141,5 @@ def worker_count() -> int:
     """Workers for this machine: two for three cores, so that the process that times is not kept
     waiting; at most :data:`MAX_WORKERS`.
     """
-    return min(MAX_WORKERS, (os.cpu_count() or 1) * 2 // 3)
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(MAX_WORKERS, (mine or 1) * 2 // 3)
