@@ -3,7 +3,7 @@
     gather   the kept K/V tiles of a strip of tile rows are copied side by side (or viewed, where
              they are windows), and the library's fused attention runs over (tile row) x (kept keys)
              as if each tile row were a batch entry
-    flex     FlexAttention, compiled once per form, reading the same tile lists
+    flex     FlexAttention, compiled once or twice per form, reading the same tile lists
     sdpa     the dense mask and F.scaled_dot_product_attention: the exact fallback
 
 The gather kernel compiles nothing; FlexAttention compiles for seconds per form when nothing is

@@ -1,8 +1,8 @@
 """FlexAttention on the CPU over the tile lists of a block mask.
 
 The compiled callable is made once per form (which pieces of the mask exist, dtype, layout) and
-shared by all layers, and by all lengths from the second on; Inductor's disk cache keeps it between
-processes.
+shared by all layers and lengths, but for the first length, which has one of its own; Inductor's
+disk cache keeps them between processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 from torch._inductor.exc import InductorError
 
 # Entries of the tile table (tile rows x tile columns) that a mask may have: int32, twice.
 TABLE_LIMIT = 1 << 22
+# Attempts to compile a form for all sizes that may fail; each takes seconds.
+MOST_FAILURES = 3
 
 
 class Form(NamedTuple):
@@ -31,6 +32,7 @@ class Form(NamedTuple):
     band: bool
     padded: bool
     capped: bool
+    scale: float
     planes: tuple[int, int]
 
 
@@ -97,21 +99,17 @@ def flex_forward(
         band=bool(band),
         padded=kept is not None,
         capped=softcap > 0,
+        scale=scale,
         planes=(plane_map.shape[0], plane_map.shape[1]),
     )
     cap = torch.tensor(softcap) if softcap > 0 else None
     arguments = (
         q.detach(), k.detach(), v.detach(), lists, numbers, tables[4], planes, octets, kept,
-        cap, scale, block, bool(band),
+        cap, repr(scale), block, bool(band),
     )  # fmt: skip
-    # the scale is a constant either way: as a symbol first, the function would be traced twice
-    with torch.no_grad(), dynamo_config.patch(specialize_float=True):
-        try:
-            return _compiled(form, each_length=False)(*arguments)
-        except InductorError:
-            # Inductor's CPU template renames symbols as text (s7 inside s75): some forms with
-            # symbolic lengths do not build, and are compiled for each length instead
-            return _compiled(form, each_length=True)(*arguments)
+    with torch.no_grad():
+        result: Tensor = _compiled(form)(*arguments)
+    return result
 
 
 def _flex_call(
@@ -125,11 +123,14 @@ def _flex_call(
     octets: Tensor,
     kept: Tensor | None,
     softcap: Tensor | None,
-    scale: float,
+    scale: str,
     block: tuple[int, int],
     banded: bool,
 ) -> Tensor:
-    """Traced body; numbers that change between masks are tensors, or each would compile anew."""
+    """Traced body; numbers that change between masks are tensors, or each would compile anew.
+
+    The scale is text: a number would be traced as a symbol first, and then all over again.
+    """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def in_band(q_idx: Tensor, k_idx: Tensor) -> Tensor:
@@ -169,22 +170,51 @@ def _flex_call(
         v,
         score_mod=score_mod,
         block_mask=block_mask,
-        scale=scale,
+        scale=float(scale),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(result, Tensor), "without a log-sum-exp FlexAttention returns one tensor"
     return result
 
 
-@cache
-def _compiled(form: Form, *, each_length: bool) -> Callable[..., Tensor]:
-    """Make the callable of a form: compiled for the first length and then for all others, which
-    need twice as long to trace, or for each.
+class _Callables:
+    """What one form is compiled to: for the sizes of its first call alone, and for all others.
 
-    Dynamo counts recompilations per code object and gives up after a few: every form gets a copy.
+    For all sizes takes twice as long to trace, and most programs have only one.
     """
-    copied = FunctionType(_flex_call.__code__.replace(), _flex_call.__globals__)
-    return torch.compile(copied, dynamic=False if each_length else None)
+
+    def __init__(self) -> None:
+        self._own: set[tuple[torch.Size, ...]] = set()  # sizes that are compiled for alone
+        self._failed = 0
+        self._alone: Callable[..., Tensor] = torch.compile(_copied(), dynamic=False)
+        self._all: Callable[..., Tensor] = torch.compile(_copied(), dynamic=True)
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Run the form; arguments as for ``_flex_call``."""
+        every = [x for a in arguments for x in (a if isinstance(a, list) else [a])]
+        sizes = tuple(x.shape for x in every if isinstance(x, Tensor))
+        if not self._own:
+            self._own.add(sizes)
+        if self._failed < MOST_FAILURES and sizes not in self._own:
+            try:
+                return self._all(*arguments)
+            except InductorError:
+                # Inductor's CPU template renames symbols as text (s7 inside s75); which symbols
+                # there are depends on what sizes happen to be equal
+                self._failed += 1
+                self._own.add(sizes)
+        return self._alone(*arguments)
+
+
+def _copied() -> FunctionType:
+    """The traced body anew: Dynamo gives up after a few recompilations of one code object."""
+    return FunctionType(_flex_call.__code__.replace(), _flex_call.__globals__)
+
+
+@cache
+def _compiled(form: Form) -> _Callables:
+    """The callables of a form."""
+    return _Callables()
 
 
 @lru_cache(maxsize=64)

@@ -77,8 +77,10 @@ class Repeat:
 
         placed = zip(self._descriptors, bases, strict=True)
         values = [*(_with(d, base=base) for d, base in placed), *self._rest]
-        compiled, hooks = self._compiled, knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler listens
+        compiled = self._compiled
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        heard = any(getattr(hook, "calls", hook) for hook in hooks)  # by a profiler
+        if heard or compiled.function is None:  # not loaded: where launches are switched off
             compiled[self._programs, 1, 1](*values)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)

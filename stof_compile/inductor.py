@@ -27,13 +27,10 @@ def uses_cuda_graphs(options: StofOptions) -> bool:
 
 
 def is_replayed(options: StofOptions) -> bool:
-    """Whether calls are replays of CUDA graphs: Inductor's, or, where the mode asks for graphs and
-    the settings switch Inductor's off, of graphs that the caller captures.
+    """Whether calls are replays of CUDA graphs: Inductor's, or, under reduce-overhead with settings
+    that switch Inductor's off, of graphs that the caller captures.
     """
-    from torch._inductor import list_mode_options
-
-    asked = list_mode_options(options.mode) if options.mode else {}
-    return uses_cuda_graphs(options) or bool(asked.get("triton.cudagraphs"))
+    return uses_cuda_graphs(options) or options.mode == "reduce-overhead"
 
 
 def compile_with_inductor(

@@ -102,13 +102,13 @@ class Store:
     def put_all(
         self, items: Iterable[tuple[str, str, Mapping[str, Any]]], *, overwrite: bool = False
     ) -> Written:
-        """Write many values, all or none, while no other process does the same.
+        """Write many values, none unless all can be staged, while no other process does the same.
 
         Args:
             items: (kind, key, value).
             overwrite: replace values that are there; else they are kept.
         Raises:
-            OSError: the folder cannot be written to; nothing was changed.
+            OSError: the folder cannot be written to; mostly before anything was changed.
         """
         staged: list[tuple[str, Path]] = []
         replaced = kept = 0
@@ -240,6 +240,21 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a text file that a user named, atomically, readable by whom the umask lets read.
+
+    Raises:
+        OSError: it cannot be written, or is there and no ordinary file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no ordinary file")
+    write_atomic(path, text)
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 # -- helpers --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from stof_compile.dump import Record, versions
 from stof_compile.errors import StofOptionError
 from stof_compile.explanation import Explanation, explain
 from stof_compile.plan import Plan, PlanFile
-from stof_compile.store import write_atomic
+from stof_compile.store import write_named
 from stof_compile.tune_print import print_graph, say
 from stof_compile.tune_subject import Subject, TuneSettings, check_settings, make_subject
 
@@ -102,7 +102,7 @@ def save_plan(records: Sequence[Record], out: Path) -> None:
         path = Path(record.folder) / "plan.json"
         plans += PlanFile.from_json(path.read_text(encoding="utf-8"), f"plan {path}").plans
     try:
-        write_atomic(out, PlanFile.of(plans).to_json())
+        write_named(out, PlanFile.of(plans).to_json())
     except OSError as error:
         raise StofOptionError(f"--out {out} cannot be written: {error}") from error
 

@@ -112,8 +112,9 @@ def fastest_form(
         budget: once it is spent no further form is compiled for timing. The first form, which the
             user waits for anyway, takes nothing from it.
     """
-    key = hashlib.sha256(json.dumps([identity, sorted(forms)]).encode()).hexdigest()
     launched = device.type == "cuda" and not is_replayed(opts)
+    told = [identity, sorted(forms), launched]
+    key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     held = _held(store, key, forms)
     if held is not None and not opts.tune_budget_s > held.unfinished_s > 0:
         return FastestForm(held)

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import stat
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -251,6 +252,20 @@ def test_all_differences_are_named(capsys, filled, tmp_path):
     TuningFile(OTHER, (), "now", store_format=1).write(file)
     _, body = json_of(capsys, "import", file, "--dir", filled)
     assert body["differences"][-1]["what"] == "format of entries"
+
+
+def test_export_leaves_what_is_no_ordinary_file_alone(capsys, tmp_path, filled):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    status, _, said = call(capsys, "export", pipe, "--dir", filled)
+    assert status == 2 and "no ordinary file" in said
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_others_may_read_a_tuning_file(exported):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert exported.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_export_of_nothing(capsys, tmp_path, filled):

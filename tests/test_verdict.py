@@ -107,6 +107,16 @@ def test_launches_count_only_where_there_are_some(bench):
         assert found.winner == "fused" and not found.launched_us and not found.remark
 
 
+def test_who_captures_graphs_himself_hears_nothing_of_launches(bench, tmp_path):
+    store = Store(tmp_path, "key")
+    mine = {"mode": "reduce-overhead", "inductor": {"triton.cudagraphs": False}}
+    found = decide(bench, device=GPU, store=store, **mine)
+    assert found.verdict.winner == "fused" and not found.verdict.launched_us
+    assert found.compiled(0) == "fused"  # as it was timed
+    # a verdict about calls that are launched is another one
+    assert decide(bench, device=GPU, store=store).verdict.launched_us == bench.launched_us
+
+
 def test_with_cuda_graphs_the_winner_is_compiled_as_asked(bench):
     assert decide(bench, mode="reduce-overhead").compiled is None
     assert decide(bench, inductor={"triton.cudagraphs": True}).compiled is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -58,7 +59,9 @@ def find_bench() -> Path | None:
     """bench/run.py beside an editable install, or in the current directory; None if neither."""
     for root in (Path(__file__).resolve().parents[2], Path.cwd()):
         project, script = root / "pyproject.toml", root / "bench" / "run.py"
-        if script.is_file() and project.is_file() and "stof-compile" in project.read_text("utf-8"):
+        if not (script.is_file() and project.is_file()):
+            continue
+        if re.search(r'^name = "stof-compile"$', project.read_text("utf-8"), re.MULTILINE):
             return script
     return None
 

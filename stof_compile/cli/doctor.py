@@ -74,15 +74,27 @@ class _Device:
 
     def __init__(self, name: str, facts: DeviceFacts) -> None:
         self.name, self.facts = name, facts
-        self.copy_gb_s, self.matmul_tflops = measured_ceilings(name, facts.is_cuda)
+        self.copy_gb_s: float | None = None
+        self.matmul_tflops: float | None = None
+        self.failure = ""
+        try:
+            self.copy_gb_s, self.matmul_tflops = measured_ceilings(name, facts.is_cuda)
+        except RuntimeError as failure:  # no memory left, mostly: others use the device, too
+            self.failure = (str(failure).splitlines() or [type(failure).__name__])[0]
+
+    @property
+    def _measured(self) -> str:
+        if self.copy_gb_s is None:
+            return f"not measured: {self.failure}"
+        rates = f"copy {self.copy_gb_s:.0f} GB/s, matrix product {self.matmul_tflops:.2f} TFLOP/s"
+        return f"measured: {rates}"
 
     @property
     def line(self) -> str:
         facts = self.facts
         line = (
             f"{self.name}: {facts.name}, {facts.runtime}, {facts.arch}, {facts.units} "
-            f"{'multiprocessors' if facts.is_cuda else 'threads'}; measured: copy "
-            f"{self.copy_gb_s:.0f} GB/s, matrix product {self.matmul_tflops:.2f} TFLOP/s"
+            f"{'multiprocessors' if facts.is_cuda else 'threads'}; {self._measured}"
         )
         if facts.is_cuda:
             memory = f"{facts.memory_bytes / 2**30:.0f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -79,5 +80,6 @@ def _stdout_is_stderr() -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     finally:
+        ctypes.CDLL(None).fflush(None)  # what C libraries have printed and still hold
         os.dup2(kept, 1)
         os.close(kept)

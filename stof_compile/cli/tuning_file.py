@@ -11,7 +11,7 @@ from typing import Any
 
 from stof_compile.errors import StofOptionError, StofPlanError
 from stof_compile.store import FORMAT as STORE_FORMAT
-from stof_compile.store import entries, environment_parts, write_atomic
+from stof_compile.store import entries, environment_parts, write_named
 
 FORMAT = 1
 """Raised when the form of the file changes; ``STORE_FORMAT`` stands for what the values mean."""
@@ -62,7 +62,7 @@ class TuningFile:
             "entries": [{"kind": k, "key": key, "value": value} for k, key, value in self.items],
         }
         try:
-            write_atomic(path, json.dumps(body, indent=1) + "\n")
+            write_named(path, json.dumps(body, indent=1) + "\n")
         except OSError as error:
             raise StofOptionError(f"{path} cannot be written: {error}") from error
 

@@ -165,6 +165,28 @@ def test_hooks_hear_of_repeats(hooks):
     assert [grid for grid, _ in compiled.hooked] == [(7, 1, 1)]
 
 
+@pytest.mark.parametrize("hook", [None, print])
+def test_a_hook_need_not_be_a_chain(hooks, monkeypatch, hook):
+    from triton import knobs
+
+    compiled = Launched()
+    *_, again = repeated(compiled)
+    compiled.hooked.clear()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+    again(torch.zeros(128, 64), torch.ones(64, 64))
+    assert (len(compiled.direct), len(compiled.hooked)) == ((1, 0) if hook is None else (0, 1))
+
+
+def test_what_is_not_loaded_is_launched_by_its_compiled_form(hooks):
+    """A compile worker switches launches off there."""
+    compiled = Launched()
+    *_, again = repeated(compiled)
+    compiled.hooked.clear()
+    compiled.function = None
+    again(torch.zeros(128, 64), torch.ones(64, 64))
+    assert not compiled.direct and len(compiled.hooked) == 1
+
+
 def test_a_repeat_keeps_no_tensor_and_knows_its_device(hooks, monkeypatch):
     *_, again = repeated(Launched())
     assert all(held.base is None for held in again._descriptors)
