@@ -63,8 +63,9 @@ def settle(args: argparse.Namespace) -> None:
     args.dump_dir = args.dump_dir and args.dump_dir.resolve()
     if args.gpus > 1 and (args.device != "cuda" or args.command not in BY_CELL):
         raise SystemExit(f"--gpus is for {', '.join(BY_CELL)} on cuda")
-    if args.gpus > max(1, torch.cuda.device_count()):
-        raise SystemExit(f"--gpus {args.gpus}: there are {torch.cuda.device_count()}")
+    if not 1 <= args.gpus <= max(1, torch.cuda.device_count()):
+        there = max(1, torch.cuda.device_count())
+        raise SystemExit(f"--gpus {args.gpus}: it has to be from 1 to {there} on this machine")
     args.caches = (args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))).resolve()
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     if args.cell_timeout is None:

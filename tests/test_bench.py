@@ -236,6 +236,13 @@ def test_workers_side_by_side_share_no_gpu_core_or_cache(driver, tmp_path, monke
     assert found == [str(tmp_path / "gpu0"), str(tmp_path / "gpu1"), str(tmp_path)]
 
 
+@pytest.mark.parametrize(("gpus", "words"), [(0, "from 1 to"), (-1, "from 1 to"), (2, "on cuda")])
+def test_a_number_of_gpus_that_cannot_be(driver, tmp_path, gpus, words):
+    args = given(tmp_path, gpus=gpus, device="cpu", smoke=False, grid=None, model=None)
+    with pytest.raises(SystemExit, match=words):
+        driver.settle(Namespace(**vars(args), dump_dir=None, seed=1, warm=0))
+
+
 def test_rows_of_workers_side_by_side_have_one_header(driver, tmp_path):
     from results import append_row
 
