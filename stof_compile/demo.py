@@ -73,14 +73,13 @@ class DemoResult:
     dump_dir: Path
 
 
-def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResult:
+def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     """Run the demo and print its table.
 
     Raises:
         StofOptionError: a setting is impossible here.
         StofUnsupportedError: transformers is missing.
     """
-    console = console or make_console()
     device = _device(settings.device)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     with torch.no_grad():
@@ -125,12 +124,6 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     result = DemoResult(rows, explain(fast), settings.dump_dir)
     _print_result(console, result, length)
     return result
-
-
-def make_console() -> Console:
-    """A console that keeps tables whole when the output is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def _device(name: str | None) -> torch.device:

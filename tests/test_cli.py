@@ -143,6 +143,43 @@ def test_json_is_alone_on_stdout(capfd):
     assert capfd.readouterr().out == "for people\n"
 
 
+def test_json_has_no_nan(capsys):
+    with output(True) as out:
+        out.result = {"a": [float("nan"), 1.5], "b": {"c": float("inf"), "d": (float("-inf"), 2)}}
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"a": [None, 1.5], "b": {"c": None, "d": [None, 2]}}
+    assert "NaN" not in printed and "Infinity" not in printed
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes break in another way there")
+@pytest.mark.parametrize(
+    "call, status",
+    [
+        (["cache", "ls"], 141),
+        (["cache", "ls", "--json"], 141),
+        (["--help"], 141),
+        (["--version"], 141),
+        (["explain", "nothing-here", "--json"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nobody_reads_to_the_end(tmp_path, call, status):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "stof_compile.cli", *call],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    os.close(writer)
+    assert done.returncode == status
+    assert re.fullmatch(r"(stof: [^\n]+\n)?", done.stderr)
+
+
 WITHOUT_TORCH = """
 import sys
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated
 
@@ -14,8 +15,10 @@ from stof_compile.cli.bench import bench
 from stof_compile.cli.cache import cache
 from stof_compile.cli.doctor import doctor
 from stof_compile.cli.dumps import explain, inspect
-from stof_compile.cli.output import print_json
+from stof_compile.cli.output import print_json, watched_stdout
 from stof_compile.cli.runs import demo, tune
+
+READER_GONE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
 app = typer.Typer(
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help"]}
@@ -53,9 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: without the program's name; None = of this process.
     Returns:
-        Exit code: 0 done, 1 it cannot be done here, 2 the call was wrong.
+        Exit code: 0 done, 1 it cannot be done here, 2 the call was wrong, 141 nobody read the
+        answer to its end.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with watched_stdout() as reader_has_gone:
+        status = _run(arguments)
+        # rich and typer end with 1 where a pipe breaks
+        return READER_GONE if status == 1 and reader_has_gone() else status
+
+
+def _run(arguments: list[str]) -> int:
     try:
         typer.main.get_command(app)(args=arguments, prog_name="stof")
     except SystemExit as end:
@@ -65,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status is None:
             raise
         if "--json" in arguments:
-            print_json({"error": message, "kind": type(error).__name__})
+            with suppress(BrokenPipeError):  # what was wrong counts more than that nobody reads it
+                print_json({"error": message, "kind": type(error).__name__})
         console = Console(stderr=True)
         console.print(f"stof: {message}", markup=False, highlight=False, soft_wrap=True)
         return status
