@@ -3,6 +3,7 @@
 # All can be repeated; the installation runs again only when pyproject.toml or constraints.txt change.
 #   PYTHON=python3.12 make test     another interpreter (3.10 to 3.13)
 #   JOBS=4 make test                more test processes (each uses one thread)
+#   STOF_INSTALL_BROWSER=1 make test    as root: installs Chromium for the tests of the HTML report
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -14,7 +15,7 @@ CHECK := OMP_NUM_THREADS=1 $(BIN)/pytest -q --durations=10 -n $(JOBS) --dist wor
 # collecting all tests takes half a minute of two processes: only the files that have the mark
 MARKED = $$(grep -rl --include='test_*.py' $(1) tests)
 
-.PHONY: demo test lint types docs unit interpreter compile-only clean
+.PHONY: demo test lint types docs browser unit interpreter compile-only clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -36,7 +37,11 @@ types: $(VENV)/.installed-test
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: $(VENV)/.installed-test
+# says so where there is no browser: its tests are skipped then
+browser:
+	@.ci/browser
+
+unit: $(VENV)/.installed-test browser
 	$(CHECK) -m "not interpreter and not compile_only and not gpu" tests
 
 # a process of its own: Triton reads the flag when a kernel is decorated
