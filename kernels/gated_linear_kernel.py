@@ -143,10 +143,9 @@ def _finish(
             BLOCK_M, HALF_N, PIECES // 2, EVEN_M, EVEN_N, HAS_GATE_BIAS, HAS_UP_BIAS, ACTIVATION,
         )  # fmt: skip
     else:
-        HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
         if HAS_GATE_BIAS:
             gate_sums += load_row(gate_bias, first_n, N, BLOCK_N, EVEN_N).to(tl.float32)[None, :]
         if HAS_UP_BIAS:
             up_sums += load_row(up_bias, first_n, N, BLOCK_N, EVEN_N).to(tl.float32)[None, :]
-        joined = activate(gate_sums, ACTIVATION, HALF) * up_sums
+        joined = activate(gate_sums, ACTIVATION, out.dtype.element_ty) * up_sums
         write_tile(joined, first_m, first_n, out, M, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N)

@@ -133,7 +133,7 @@ def finish_every_second_tile(
             if HAS_BIAS:
                 bias = bias_buf.reshape([WIDTH]).load(columns)
                 value = value + bias.to(gl.float32)[None, :]
-            value = activated(value, ACTIVATION)
+            value = activated(value, ACTIVATION, out_desc.dtype == gl.float16)
             if HAS_RESIDUAL:
                 value = value + out_buf.load(finished).to(gl.float32)
             out_buf.store(value.to(out_desc.dtype))
@@ -146,24 +146,32 @@ def finish_every_second_tile(
 
 
 @gluon.jit
-def activated(v, ACTIVATION: gl.constexpr):
-    """An activation of fp32 values that are rounded to a half type afterwards.
+def activated(v, ACTIVATION: gl.constexpr, FP16: gl.constexpr):
+    """An activation of fp32 values that are rounded to fp16 (or bf16) afterwards.
 
     GELU is the short form of ``stof_compile/short_gelu.py``.
     """
     if ACTIVATION == "gelu":
-        a = gl.abs(v)
-        q = a * -2.1911338e-9 + 1.5587791e-7
-        q = q * a - 4.8776738e-6
-        q = q * a + 8.8966007e-5
-        q = q * a - 1.0607141e-3
-        q = q * a + 8.8414437e-3
-        q = q * a - 0.054387882
-        q = q * a - 0.45824954
-        q = q * a - 1.1512574
+        if FP16:
+            a = gl.minimum(gl.abs(v), 5.9)
+            q = a * 2.4037273e-5 - 6.2941879e-4
+            q = q * a + 7.3175825e-3
+            q = q * a - 0.051570752
+            q = q * a - 0.46068893
+            q = q * a - 1.1505447
+        else:
+            a = gl.minimum(gl.abs(v), 16.0)
+            q = a * -2.1911338e-9 + 1.5587791e-7
+            q = q * a - 4.8776738e-6
+            q = q * a + 8.8966007e-5
+            q = q * a - 1.0607141e-3
+            q = q * a + 8.8414437e-3
+            q = q * a - 0.054387882
+            q = q * a - 0.45824954
+            q = q * a - 1.1512574
         q = q * a - 1.0
-        tail = gl.exp2(q)
-        v = v * gl.where(v >= 0, 1.0 - tail, tail)
+        half = v * 0.5
+        v = (half + gl.abs(half)) - a * gl.exp2(q)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the sigmoid of 2u
         u = 0.7978845608 * (v + 0.044715 * v * v * v)

@@ -49,8 +49,7 @@ def linear_chain_kernel(
         )  # fmt: skip
         if HAS_B1:
             hidden_sums += load_row(b1, first_h, H, BLOCK_H, EVEN_H).to(tl.float32)[None, :]
-        HALF: tl.constexpr = hidden.dtype.element_ty.primitive_bitwidth == 16
-        hidden_sums = activate(hidden_sums, ACTIVATION, HALF)
+        hidden_sums = activate(hidden_sums, ACTIVATION, hidden.dtype.element_ty)
         write_tile(hidden_sums, first_m, first_h, hidden, M, H, BLOCK_M, BLOCK_H, EVEN_M, EVEN_H)
         # every tile of the result in these rows has a flag of its own for this tile
         hand_over(hidden_flags + row * (TILES_N * TILES_H) + column, TILES_N, READERS, TILES_H)

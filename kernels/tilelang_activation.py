@@ -9,17 +9,30 @@ from typing import Any
 import tilelang.language as T
 
 _LOG2E = 1.4426950408889634
-# log2 of the tail of the normal distribution, lowest power first: see stof_compile/short_gelu.py
-_Q = (
-    -1.0, -1.1512574, -0.45824954, -0.054387882, 8.8414437e-3,
-    -1.0607141e-3, 8.8966007e-5, -4.8776738e-6, 1.5587791e-7, -2.1911338e-9,
-)  # fmt: skip
+# by dtype, log2 of the tail of the normal distribution, lowest power first, and the largest
+# number it is for: see stof_compile/short_gelu.py
+_TAIL = {
+    "float16": (
+        (-1.0, -1.1505447, -0.46068893, -0.051570752, 7.3175825e-3, -6.2941879e-4, 2.4037273e-5),
+        5.9,
+    ),
+    "bfloat16": (
+        (
+            -1.0, -1.1512574, -0.45824954, -0.054387882, 8.8414437e-3,
+            -1.0607141e-3, 8.8966007e-5, -4.8776738e-6, 1.5587791e-7, -2.1911338e-9,
+        ),
+        16.0,
+    ),
+}  # fmt: skip
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
 
 
-def activate(x: Any, name: str) -> Any:
-    """The activation of an expression; ``""`` is none.
+def activate(x: Any, name: str, dtype: str) -> Any:
+    """The activation of an expression.
 
+    Args:
+        name: one of ``ACTIVATIONS``; ``""`` is none.
+        dtype: "float16" or "bfloat16", what the result is rounded to afterwards.
     Raises:
         ValueError: the name is not one of ``ACTIVATIONS``.
     """
@@ -33,7 +46,7 @@ def activate(x: Any, name: str) -> Any:
         # (1 + tanh(u)) / 2 = sigmoid(2 u)
         return x * _sigmoid(math.sqrt(8 / math.pi) * x * (1.0 + 0.044715 * x * x))
     if name == "gelu":
-        return _short_gelu(x)
+        return _short_gelu(x, dtype)
     raise ValueError(f"activation must be one of {ACTIVATIONS}; got {name!r}")
 
 
@@ -43,10 +56,11 @@ def _sigmoid(x: Any) -> Any:
     return root * root
 
 
-def _short_gelu(x: Any) -> Any:
-    a = T.abs(x)
-    q = a * _Q[-1] + _Q[-2]
-    for coefficient in _Q[-3::-1]:
-        q = q * a + coefficient
-    tail = T.exp2(q)
-    return x * T.Select(x >= 0.0, 1.0 - tail, tail)
+def _short_gelu(x: Any, dtype: str) -> Any:
+    factors, largest = _TAIL[dtype]
+    a = T.min(T.abs(x), T.float32(largest))
+    q = a * factors[-1] + factors[-2]
+    for factor in factors[-3::-1]:
+        q = q * a + factor
+    half = x * 0.5
+    return (half + T.abs(half)) - a * T.exp2(q)

@@ -163,7 +163,7 @@ def chain_program(problem: ChainProblem, config: ChainConfig, capability: tuple[
                         acc1[i, j] += bias1[chunk * block_h + j]
                 if active:
                     for i, j in T.Parallel(block_m, block_h):
-                        acc1[i, j] = activate(acc1[i, j], activation)
+                        acc1[i, j] = activate(acc1[i, j], activation, half)
                 if ragged:  # a row with inf has NaN past the last column, which would spread
                     for i, j in T.Parallel(block_m, block_h):
                         inside = chunk * block_h + j < hidden

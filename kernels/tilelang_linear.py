@@ -165,7 +165,7 @@ def linear_program(
                     acc[i, j] += bias_tile[j]
             if active:
                 for i, j in T.Parallel(block_m, block_n):
-                    acc[i, j] = activate(acc[i, j], activation)
+                    acc[i, j] = activate(acc[i, j], activation, half)
             if has_residual:
                 T.copy(residual[row, col], out_tile)
                 for i, j in T.Parallel(block_m, block_n):

@@ -41,7 +41,7 @@ def program_of(template, recipe, config, capability):
     return chain_program(problem, ChainConfig(*values), capability), True
 
 
-def activation_program(length):
+def activation_program(length, dtype):
     """All activations of a vector, for the CPU: x [length] to out [activations, length]."""
 
     @T.prim_func
@@ -52,6 +52,6 @@ def activation_program(length):
         with T.Kernel(1, threads=1):
             for i in T.serial(length):
                 for j, name in enumerate(ACTIVATIONS):
-                    out[j, i] = activate(x[i], name)
+                    out[j, i] = activate(x[i], name, dtype)
 
     return activations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ Result = Tensor | tuple[Tensor, ...]
 TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
 FINAL_S = 0.1
 ROUND_S = 0.02
-MAX_SETS = 64
+LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
 
 
@@ -244,11 +245,17 @@ class DeviceBench:
     def _compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
         calls = []
         for scheme in schemes:
-            parts = [(self._call(recipe, c), self._sets(recipe)) for recipe, c in scheme]
+            count = Counter(recipe.key for recipe, _ in scheme)
+            seen: Counter[str] = Counter()
+            parts = []
+            for recipe, c in scheme:  # alike segments have weights of their own
+                key = recipe.key
+                parts.append((self._call(recipe, c), self._sets(recipe), count[key], seen[key]))
+                seen[key] += 1
 
             def run(turn: int, parts: Any = parts) -> None:
-                for call, sets in parts:
-                    call(*sets[turn % len(sets)])
+                for call, sets, alike, number in parts:
+                    call(*sets[(turn * alike + number) % len(sets)])
 
             calls.append(run)
         most = max((len(self._sets(r)) for scheme in schemes for r, _ in scheme), default=1)
@@ -340,8 +347,9 @@ class DeviceBench:
                 if step.kind == "linear" and step.inputs[1].kind == "operand"
             }
             one = sum(recipe.operands[i].nbytes for i in weights)
-            wanted = 3 * self.facts.l2_bytes if self.facts.is_cuda else 0
-            count = max(1, min(MAX_SETS, math.ceil(wanted / one))) if one else 1
+            shared = sum(operand.nbytes for operand in recipe.operands) - one + recipe.result.nbytes
+            wanted = 3 * self.facts.l2_bytes - shared if self.facts.is_cuda else 0
+            count = max(LEAST_SETS, min(MAX_SETS, math.ceil(wanted / one))) if one else 1
             with self._modes():
                 generator = torch.Generator(self.device).manual_seed(self.seed)
                 first = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from stof_compile.fusion.recipe import Recipe
@@ -26,6 +26,10 @@ SINGLE_SAMPLES = (
 MAX_MOVES = 64  # told in the plan of a chain
 MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
+FINAL_SHARE, FINAL_S = 0.1, 3.0  # of the budget, and seconds at most: kept for the finals
+FINALISTS = 4  # candidates of a segment that are timed within the whole chain
+FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
+FINAL_GAIN = 0.003  # of the chain; less is noise
 
 
 class ChainSearch:
@@ -42,6 +46,7 @@ class ChainSearch:
         self._learned = Learned(self.ctx.store)
         self._samples = SAMPLES
         self._moves: list[MoveRecord] = []
+        self._switched: list[str] = []
 
     def by_rules(self) -> ChainPlan:
         """The initial scheme as it is."""
@@ -64,33 +69,35 @@ class ChainSearch:
         """The scheme and the configs that the search finds."""
         ctx = self.ctx
         initial = self._initial()
+        whole = ctx.budget
+        share = min(FINAL_SHARE, FINAL_S / whole.left) if whole.left else FINAL_SHARE
+        ctx.use(whole.slice(1 - share))
         first = self._stage1(initial)
         best = self._stage2(first)
-        choices = [best[segment] for segment in first.segments]
-        initial_best = [self._at.best_known(segment) for segment in initial.segments]
+        cut_off = ctx.budget.spent
+        ctx.use(whole)
+        self._final(first, best)
+        initial_best = {segment: self._at.best_known(segment) for segment in initial.segments}
         initial_us = final_us = None
-        if None not in (*choices, *initial_best):
-            pairs = [
-                [(self._at.recipe(s), c) for s, c in zip(scheme.segments, chosen, strict=True)]
-                for scheme, chosen in ((initial, initial_best), (first, choices))
-            ]
-            timed = [
-                [(r, c) for r, c in pair if isinstance(r, Recipe) and c is not None]
-                for pair in pairs
-            ]
+        if None not in (*best.values(), *initial_best.values()):
+            timed = [self._runnable(initial, initial_best), self._runnable(first, best)]
             if timed[0] != timed[1] and all(timed):
                 compared = self._at.compare(timed)
                 if compared is not None:
                     initial_us, final_us = compared
                     if final_us > initial_us:
-                        first, choices, final_us = initial, initial_best, initial_us
-        if not ctx.budget.spent:  # what a search that was cut off ends with teaches nothing
-            self._learned.note(self._at.fingerprint, first.hex, self._at.kinds)
+                        first, best, final_us = initial, initial_best, initial_us
+        if not cut_off:  # what a search that was cut off ends with teaches nothing
+            self._teach(first, best)
         reason = f"initial scheme {initial.hex}"
         if initial_us is not None and final_us is not None:
             reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
+        if self._switched:
+            reason += "; faster within the chain than what was faster alone: "
+            reason += ", ".join(self._switched)
+        choices = [best[segment] for segment in first.segments]
         plan = self._plan(first, choices, "measured", reason)
-        unfinished_s = ctx.budget_s if ctx.budget.spent else 0.0
+        unfinished_s = ctx.budget_s if cut_off else 0.0
         moves = told_moves(self._moves)
         return replace(
             plan, initial=initial.hex, initial_us=initial_us, final_us=final_us,
@@ -170,13 +177,55 @@ class ChainSearch:
                 near=lambda a, b: a.template == b.template and near(a.settings, b.settings),
                 prepare=self._prepare(places),
             )
-        best = {segment: self._at.best_known(segment) for segment in scheme.segments}
+        return {segment: self._at.best_known(segment) for segment in scheme.segments}
+
+    def _runnable(
+        self, scheme: Scheme, choices: Mapping[Span, Candidate | None]
+    ) -> list[tuple[Recipe, Candidate]]:
+        """The segments of a scheme that can be run from their recipes, each with its choice."""
+        pairs = [(self._at.recipe(segment), choices[segment]) for segment in scheme.segments]
+        return [(r, c) for r, c in pairs if isinstance(r, Recipe) and c is not None]
+
+    def _final(self, scheme: Scheme, best: dict[Span, Candidate | None]) -> None:
+        """Choose among the fastest candidates of each segment by the time of the whole chain.
+
+        A trial replays one kernel for a moment. In the model it follows other kernels, on a GPU
+        that has been busy for a while. The segments with the most time choose first, alike ones
+        together; ``best`` is changed where another candidate makes the chain faster.
+        """
+        if any(choice is None for choice in best.values()):
+            return
+        alike: dict[str, list[Span]] = {}
+        for place in scheme.segments:
+            recipe = self._at.recipe(place)
+            if isinstance(recipe, Recipe):
+                alike.setdefault(recipe.key, []).append(place)
+        groups = alike.values()
+        for group in sorted(groups, key=lambda g: len(g) * self._at.best_cost(g[0]), reverse=True):
+            if self.ctx.budget.spent:
+                return
+            contenders = self._at.contenders(group[0], FINAL_REACH, FINALISTS)
+            if len(contenders) < 2:
+                continue
+            chains = [best | dict.fromkeys(group, contender) for contender in contenders]
+            times = self._at.compare([self._runnable(scheme, chain) for chain in chains])
+            if times is None:
+                return
+            fastest = min(range(len(times)), key=times.__getitem__)
+            if times[fastest] < times[0] * (1 - FINAL_GAIN):  # contenders[0] was fastest alone
+                best.update(dict.fromkeys(group, contenders[fastest]))
+                self._switched.append(
+                    f"{_words(contenders[fastest])} ({times[fastest]:.1f} us) than "
+                    f"{_words(contenders[0])} ({times[0]:.1f} us)"
+                )
+
+    def _teach(self, scheme: Scheme, best: Mapping[Span, Candidate | None]) -> None:
+        """Remember the scheme and its configs for chains of other models that are alike."""
+        self._learned.note(self._at.fingerprint, scheme.hex, self._at.kinds)
         for segment, choice in best.items():
-            recipe = self._at.recipe(segment)
-            taught = choice is not None and choice.template != LIBRARY and not ctx.budget.spent
-            if isinstance(recipe, Recipe) and choice is not None and taught:
+            taught = choice is not None and choice.template != LIBRARY
+            if taught and isinstance(self._at.recipe(segment), Recipe):
                 self._learned.note_config(self._at.segment_fingerprint(segment), choice)
-        return best
 
     def _prepare(self, places: Sequence[Span]) -> Callable[[int, Sequence[Candidate]], None]:
         def prepare(index: int, candidates: Sequence[Candidate]) -> None:

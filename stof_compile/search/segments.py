@@ -135,11 +135,7 @@ class ChainSegments:
         recipe = self.recipe(place)
         if not isinstance(recipe, Recipe):
             return Candidate(LIBRARY)
-        candidates = [
-            *([Candidate(LIBRARY)] if self.has_library(place) else []),
-            *self.space(place),
-        ]
-        timed = [(self.cost_if_known(place, c), c) for c in candidates]
+        timed = [(self.cost_if_known(place, c), c) for c in self._candidates(place)]
         finite = [(us, c) for us, c in timed if us is not None and math.isfinite(us)]
         if not finite:
             return Candidate(LIBRARY) if self.has_library(place) else None
@@ -182,19 +178,37 @@ class ChainSegments:
             self.ctx.progress(self.name, self.best_cost(place), self.ctx.trials)
         return trial.cost_us
 
-    def compare(
-        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]
-    ) -> tuple[float, float] | None:
-        """Times of the initial and the final scheme; None where they could not be taken."""
+    def contenders(self, place: Span, reach: float, most: int) -> list[Candidate]:
+        """The fastest candidates measured so far, the fastest first.
+
+        Args:
+            reach: times the fastest that one may take. most: how many, at most.
+        """
+        best = self.best_known(place)
+        if best is None or not isinstance(self.recipe(place), Recipe):
+            return []
+        limit = self.best_cost(place) * reach
+        timed = [
+            (us, i, c)
+            for i, c in enumerate(self._candidates(place))
+            if c != best and (us := self.cost_if_known(place, c)) is not None and us <= limit
+        ]
+        return [best, *(c for _, _, c in sorted(timed, key=lambda t: t[:2])[: most - 1])]
+
+    def _candidates(self, place: Span) -> list[Candidate]:
+        library = [Candidate(LIBRARY)] if self.has_library(place) else []
+        return [*library, *self.space(place)]
+
+    def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float] | None:
+        """Microseconds of whole schemes, taken in turns; None where they could not be taken."""
         try:
-            initial_us, final_us = self._bench.compare(schemes)
+            return self._bench.compare(schemes)
         except KeyboardInterrupt:
             self.interrupted()
             return None
         except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
             log.warning("schemes could not be compared as wholes: %s", failure)
             return None
-        return initial_us, final_us
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         """Have candidates compiled that will be measured next."""

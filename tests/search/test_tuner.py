@@ -103,6 +103,27 @@ def test_it_fuses_what_is_faster_and_names_the_winner(mlp):
     assert bench.compared is None or plan.final_us <= plan.initial_us
 
 
+def test_finals_take_what_is_fastest_within_the_chain(mlp, monkeypatch):
+    """Alone the configs differ by noise; in the chain four warps are the best."""
+
+    def compare(self, schemes):
+        self.compared = [
+            sum(self.time(r, c).median_us - dict(c.config).get("warps", 0) for r, c in scheme)
+            for scheme in schemes
+        ]
+        return self.compared
+
+    alone, *_ = tuned(*mlp)
+    monkeypatch.setattr(FakeBench, "compare", compare)
+    plan, bench, _ = tuned(*mlp)
+    assert plan.code == alone.code and "faster within the chain" in plan.reason
+    known = [bench.known(r, c).cost_us for r, c in bench.asked if len(r.steps) == 5]
+    reach = sorted(us for us in known)[:4]
+    (segment,) = plan.segments
+    assert dict(segment.config)["warps"] > dict(alone.segments[0].config)["warps"]
+    assert segment.median_us in reach and "faster within" not in alone.reason
+
+
 def test_what_is_slower_is_left_as_it_is(mlp):
     plan, _, _ = tuned(*mlp, saving=-0.5)
     assert all(template == LIBRARY for _, _, template in bound(plan))
