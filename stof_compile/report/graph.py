@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SOURCE = re.compile(r"#\s*File: (?P<file>.+?):(?P<line>\d+) in (?P<name>.+?), code: ?(?P<code>.*)")
+PACKAGES = re.compile(r"\S*/(?:site|dist)-packages/")
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul",
     ast.Pow: "pow", ast.FloorDiv: "floordiv", ast.Mod: "mod", ast.BitAnd: "and",
@@ -29,6 +30,11 @@ VIEWS = frozenset(
 """Operations that compute nothing; the picture leaves them out."""
 
 
+def in_package(place: str) -> str:
+    """A place in a program without the folder that packages are installed in."""
+    return PACKAGES.sub("", place)
+
+
 @dataclass(frozen=True)
 class Source:
     """A line of the user's program."""
@@ -40,6 +46,11 @@ class Source:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def short(self) -> str:
+        """The place as pages show it, without the folder that packages are installed in."""
+        return in_package(str(self))
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class _Reader:
         self.ops: list[Op] = []
         self._lines = lines
         self._alias: dict[str, str] = {}  # name -> the operation it is another name of
-        self._known: set[str] = set()
+        self._at: dict[str, int] = {}  # name of an operation -> its number
         self._read = 0  # lines looked at for comments
         self._source: Source | None = None
 
@@ -139,7 +150,7 @@ class _Reader:
         if isinstance(value, ast.Constant):
             return
         if isinstance(value, ast.Name):
-            if value.id in self._alias or value.id in self._known:
+            if value.id in self._alias or value.id in self._at:
                 self._alias[target.id] = self._alias.get(value.id, value.id)
             return
         kind = _kind(value)
@@ -154,11 +165,21 @@ class _Reader:
         code = self._lines[statement.lineno - 1].strip().split(";")[0]
         self.ops.append(
             Op(
-                target.id, kind, str(shape), tuple(name for name in reads if name in self._known),
+                target.id, kind, str(shape), tuple(name for name in reads if name in self._at),
                 code, self._source,
             )
         )  # fmt: skip
-        self._known.add(target.id)
+        self._at[target.id] = len(self.ops) - 1
+        self._complete(value, str(shape))
+
+    def _complete(self, value: ast.expr, shape: str) -> None:
+        # an operator with several results has no shape in the text; it gets that of the first one
+        if not isinstance(value, ast.Subscript) or not isinstance(value.value, ast.Name):
+            return
+        i = self._at.get(self._alias.get(value.value.id, value.value.id))
+        first = isinstance(value.slice, ast.Constant) and value.slice.value == 0
+        if first and i is not None and self.ops[i].is_custom and not self.ops[i].shape:
+            self.ops[i] = replace(self.ops[i], shape=shape)
 
     def _comments_up_to(self, line: int) -> None:
         for text in self._lines[self._read : line - 1]:

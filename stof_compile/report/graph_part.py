@@ -118,7 +118,7 @@ def _operation(
     if op.source is None:
         place = el("div", "no source line in the dump", cls="dim")
     else:
-        place = el("div", str(op.source), el("br"), el("code", op.source.code))
+        place = el("div", op.source.short, el("br"), el("code", op.source.code))
     return el(
         "li",
         el("b", node.label),
@@ -134,7 +134,7 @@ def _entry(report: GraphReport, entry: Alike) -> Markup:
     first = entry.groups[0]
     colour = (entry.number - 1) % PALETTE
     replaced = [el("li", f"{count}x {words}") for words, count in entry.replaced.items()]
-    places = list(dict.fromkeys(str(g.op.source) for g in entry.groups if g.op.source))
+    places = list(dict.fromkeys(g.op.source.short for g in entry.groups if g.op.source))
     sites = [group.site for group in entry.groups if group.site]
     rest = len(places) - PLACES
     parts: list[Markup | None] = [

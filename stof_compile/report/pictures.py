@@ -7,10 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from stof_compile.report.fold import Folded, Node
-from stof_compile.report.layout import HEIGHT, WIDTH, Box, Picture
+from stof_compile.report.layout import GAP_X, HEIGHT, WIDTH, Box, Picture
 from stof_compile.report.markup import Markup, el, join
 
-LETTERS = 22  # that fit into a node
+LETTERS = 21  # that fit into a line of a node
+SHORT = {"scaled_dot_product_attention": "sdpa"}  # names that do not fit
 CELL = 8  # of a mask, in units of its picture
 PALETTE = 6  # colours of fused groups, c0 to c5 in the style sheet
 
@@ -63,23 +64,24 @@ def _node(node: Node, box: Box, href: str, group: tuple[int, int, str] | None) -
     shape = node.op.shape
     words = [node.label, shape, group[2] if group else ""]
     if node.op.source:
-        words.append(str(node.op.source))
+        words.append(node.op.source.short)
     title = ", ".join(word for word in words if word)
-    badge = None
+    badge, letters = None, LETTERS
     if group:
-        badge = el("text", group[0], x=box.x + box.width - 8, y=box.y + 14, cls="badge")
+        letters -= len(str(group[0]))
+        badge = el("text", group[0], x=box.x + box.width - 8, y=box.y + 28, cls="badge")
     return el(
         "a",
         el("title", title),
         _rect(box, rx=5),
         el(
             "text",
-            _short(node.label, LETTERS - 4 * bool(group)),
+            _cut(SHORT.get(node.label, node.label), LETTERS),
             x=box.x + 8,
             y=box.y + 15,
             cls="kind",
         ),
-        el("text", _short(shape, LETTERS), x=box.x + 8, y=box.y + 28, cls="shape"),
+        el("text", _cut(_narrow(shape, letters), letters), x=box.x + 8, y=box.y + 28, cls="shape"),
         badge,
         href=href,
         cls=f"node c{group[1]}" if group else "node",
@@ -97,7 +99,8 @@ def _curve(start: Box, stop: Box) -> str:
     x1, y1 = stop.x + WIDTH / 2, stop.y
     bend = min(40.0, max(10.0, (y1 - y0) / 2))
     if y1 - y0 > 3 * HEIGHT and abs(x1 - x0) < WIDTH / 2:  # around the nodes between
-        side = x0 + WIDTH / 2 + 10
+        side = x0 + (WIDTH + GAP_X) / 2
+        bend = min(bend, (y1 - y0) / 4)
         return (
             f"M{x0:g} {y0:g}C{side:g} {y0 + bend:g} {side:g} {y0 + bend:g} {side:g} "
             f"{y0 + 2 * bend:g}L{side:g} {y1 - 2 * bend:g}C{side:g} {y1 - bend:g} {x1:g} "
@@ -106,7 +109,11 @@ def _curve(start: Box, stop: Box) -> str:
     return f"M{x0:g} {y0:g}C{x0:g} {y0 + bend:g} {x1:g} {y1 - bend:g} {x1:g} {y1:g}"
 
 
-def _short(text: str, most: int) -> str:
+def _narrow(shape: str, most: int) -> str:
+    return shape if len(shape) <= most else shape.replace(", ", ",")
+
+
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -178,4 +185,4 @@ def key(kind: str, words: str = "") -> Markup:
         "svg", el("rect", width=16, height=16, cls=kind), cls="key", view_box="0 0 16 16",
         aria_hidden="true",
     )  # fmt: skip
-    return join((swatch, words or kind))
+    return el("span", swatch, words or kind, " ", cls="keyed")

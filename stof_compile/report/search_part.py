@@ -145,9 +145,13 @@ def _move(chain: ChainPlan, number: int, move: MovePlan) -> Markup:
         el("td", number),
         el("td", move.name),
         el("td", scheme_picture(scheme_bits(chain, move.before), chain.kinds)),
-        el("td", scheme_picture(scheme_bits(chain, move.after), chain.kinds)),
+        el(
+            "td",
+            el("span", "→ ", cls="narrow"),
+            scheme_picture(scheme_bits(chain, move.after), chain.kinds),
+        ),
         el("td", microseconds(move.before_us), cls="n"),
-        el("td", microseconds(move.after_us), cls="n"),
+        el("td", el("span", "→ ", cls="narrow"), microseconds(move.after_us), cls="n"),
         el("td", f"{'accepted' if move.outcome == 'kept' else move.outcome} {move.reason}".strip()),
         cls="kept" if move.outcome == "kept" else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stof_compile.dump import SiteRecord
+from stof_compile.report.graph import in_package
 from stof_compile.report.markup import Markup, el, join, table
 from stof_compile.report.model import GraphReport, alike_sites, named
 from stof_compile.report.pictures import key, mask_picture
@@ -27,8 +28,13 @@ def sites_section(report: GraphReport) -> Markup:
                 el("td", f"{site.kernel}{kept}"),
                 el("td", shape, cls="wide"),
                 el("td", site.mask, cls="wide"),
-                el("td", "-" if density is None else f"{density:.3f}", cls="n"),
-                el("td", site.source, *(el("div", note) for note in site.notes)),
+                _density(density),
+                el(
+                    "td",
+                    in_package(site.source),
+                    *(el("div", note) for note in site.notes),
+                    cls="place",
+                ),
             )
         )
     head = ("site", "kernel", "problem", "mask", "density", "source and remarks")
@@ -38,8 +44,8 @@ def sites_section(report: GraphReport) -> Markup:
     if without:
         remark = el(
             "p",
-            f"{len(without)} sites have a mask without a picture: it is known only at run time, or "
-            "the dump is of an older STOF.",
+            f"Masks without a picture: {len(without)}. They are known only at run time, or the "
+            "dump is of an older STOF.",
             cls="dim",
         )
     listed = (
@@ -57,6 +63,12 @@ def sites_section(report: GraphReport) -> Markup:
     )
 
 
+def _density(density: float | None) -> Markup:
+    if density is None:
+        return el("td", "-", cls="n")
+    return el("td", el("span", "density ", cls="narrow"), f"{density:.3f}", cls="n")
+
+
 def _names(sites: Sequence[SiteRecord]) -> Markup | None:
     if len(sites) == 1:
         return None
@@ -71,10 +83,11 @@ def _figure(report: GraphReport, name: str) -> Markup | None:
         return None
     facts = sites[0].statistics
     counts = ", ".join(f"{facts.get(f'{k}_tiles', '?')} {k}" for k in ("full", "part", "empty"))
+    kept = f"{facts['density']:.3f}" if "density" in facts else "?"
     rows, cols = picture["tiles"]
     block = " x ".join(map(str, picture["block"]))
     where = named(sites)
-    words = f"{rows} x {cols} tiles of {block}: {counts}; density {facts.get('density', '?')}"
+    words = f"{rows} x {cols} tiles of {block}: {counts}; density {kept}"
     if picture["planes"] > 1:
         words += f"; the first of {picture['planes']} planes is drawn"
     text = "\n".join(mask_lines(picture, 64, "ascii"))
@@ -87,7 +100,9 @@ def _figure(report: GraphReport, name: str) -> Markup | None:
             el("br"),
             words,
             el("br"),
-            *(key(kind) for kind in ("full", "part", "empty")),
+            key("full"),
+            key("part", "part (stronger: more kept)"),
+            key("empty"),
         ),
         el("details", el("summary", "as text"), el("pre", text, cls="cells")),
     )

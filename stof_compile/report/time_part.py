@@ -26,8 +26,9 @@ def time_section(report: GraphReport) -> Markup:
     remarks = [
         f"Together {microseconds(theirs)} under torch.compile and {microseconds(ours)} with STOF, "
         "each part measured alone and taken as often as it occurs.",
-        f"{untimed(report.steps)} parts without two times are not in it.",
     ]
+    if untimed(report.steps):
+        remarks.append(f"Parts without two times, not in it: {untimed(report.steps)}.")
     if report.ceilings is None:
         remarks.append(
             "The share of the floor needs what the device can do at most: give --ceilings FILE."

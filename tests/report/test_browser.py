@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 
 import pytest
 from written_dump import make_record
@@ -30,11 +31,42 @@ PROBE = (
     f"""
 <script>{SHOW}</script>
 """
-    + """
+    + r"""
 <script>
 addEventListener("load", () => {
   const facts = {};
   const say = (name, value) => { facts[name] = value; };
+  const channels = (text) => (text.match(/[\d.]+/g) || []).map(Number);
+  const light = (text) => {
+    const [r, g, b] = channels(text).map((c) => c / 255).map((c) =>
+      c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const seen = (colour) => channels(colour).length < 4 || channels(colour)[3] > 0;
+  const ground = (element) => {
+    const rect = element.closest("a.node") && element.closest("a.node").querySelector("rect");
+    if (rect) { return getComputedStyle(rect).fill; }
+    for (let box = element; box; box = box.parentElement) {
+      const colour = getComputedStyle(box).backgroundColor;
+      if (seen(colour)) { return colour; }
+    }
+    return "rgb(255, 255, 255)";
+  };
+  let contrast = [99, ""], smallest = [99, ""];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = Array.from(element.childNodes).some((n) => n.nodeType === 3 && n.data.trim());
+    if (!own || element.closest("script, title") || !element.getClientRects().length) { continue; }
+    const style = getComputedStyle(element);
+    const colour = element instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(colour), light(ground(element))].sort((x, y) => y - x);
+    const words = element.textContent.trim().slice(0, 30);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < contrast[0]) { contrast = [ratio, words]; }
+    const size = parseFloat(style.fontSize);
+    if (size < smallest[0]) { smallest = [size, words]; }
+  }
+  say("contrast", contrast.join(" "));
+  say("smallest", smallest.join(" "));
   say("overflow", document.documentElement.scrollWidth - innerWidth);
   say("dark", matchMedia("(prefers-color-scheme: dark)").matches);
   say("ground", getComputedStyle(document.body).backgroundColor);
@@ -61,7 +93,12 @@ addEventListener("load", () => {
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    return write_html([read_report(0, make_record())], "a dump", path)
+    record = make_record()
+    # as long as real ones: what cannot be broken into lines would widen the page
+    place = f"/home/me/{'deep/' * 30}model.py:11 in forward: {'attention_' * 20}"
+    mask = " | ".join(["random_tiles(fill=0.1, empty_in=longformer(window=32))"] * 4)
+    record.sites = [replace(site, source=place, mask=mask) for site in record.sites]
+    return write_html([read_report(0, record)], f"/home/me/{'dump' * 40}", path)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +154,19 @@ def phone(probed, tmp_path_factory):
     return facts(path, tmp_path_factory.mktemp("phone"))
 
 
+def legible(found):
+    """WCAG 2.1, 1.4.3 level AA for text of this size; 11 px is the least in a picture."""
+    assert float(found["contrast"].split(" ")[0]) >= 4.5, found["contrast"]
+    assert float(found["smallest"].split(" ")[0]) >= 11, found["smallest"]
+
+
 @pytest.mark.parametrize("screen", ["wide", "phone"])
 def test_it_fits_keyboards_and_screens(request, screen):
     found = request.getfixturevalue(screen)
     assert int(found["overflow"]) <= 0  # nothing to scroll sideways but the pictures
     across, down = map(int, found["mask"].split("x"))
     assert across == pytest.approx(down, abs=4) and across > 200
+    legible(found)
     assert found["focus"] == "true" and int(found["same"]) == 3  # add, norm and the operator
     assert found["open"] == "true" and found["seen"] == "true"
 
@@ -132,6 +176,7 @@ def test_dark(probed, wide, tmp_path):
     dark = facts(probed, tmp_path, "--blink-settings=preferredColorScheme=0")
     assert (light["dark"], dark["dark"]) == ("false", "true")
     assert light["ground"] != dark["ground"]
+    legible(dark)
 
 
 def test_screenshot_has_something_on_it(page, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from stof_compile.report.fold import find_repeats, fold
-from stof_compile.report.graph import read_graph
+from stof_compile.report.graph import Source, in_package, read_graph
 from stof_compile.report.groups import TEMPLATE_OPS, find_groups, with_plans
 from stof_compile.report.layout import layout
 
@@ -24,6 +24,19 @@ def test_operations_with_kind_shape_line_and_what_they_read(graphs):
     assert ops["mask"].kind == "ge"
     assert ops["q_0"].reads == ()  # parameters and inputs are no operations
     assert ops["q_0"].code.endswith("l_w_, None)")
+
+
+def test_an_operator_with_several_results_has_the_shape_of_the_first(graphs):
+    ops = {op.name: op for op in graphs[1].ops}
+    assert ops["attention_block_1"].shape == "f16[1, 4, 8]"
+
+
+def test_places_in_packages_are_short():
+    place = "/home/me/.venv/lib/python3.12/site-packages/transformers/models/bert.py"
+    source = Source(place, 7, "forward", "y = f(x)")
+    assert source.short == "transformers/models/bert.py:7 in forward"
+    assert str(source) == f"{place}:7 in forward"
+    assert in_package("/home/me/model.py:3 in forward") == "/home/me/model.py:3 in forward"
 
 
 @pytest.mark.parametrize("text", ["def f(: ...", "n = 1", "", "\0"])
