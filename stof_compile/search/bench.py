@@ -347,7 +347,7 @@ class DeviceBench:
                 if step.kind == "linear" and step.inputs[1].kind == "operand"
             }
             one = sum(recipe.operands[i].nbytes for i in weights)
-            shared = sum(operand.nbytes for operand in recipe.operands) - one + recipe.result.nbytes
+            shared = recipe.nbytes - one
             wanted = 3 * self.facts.l2_bytes - shared if self.facts.is_cuda else 0
             count = max(LEAST_SETS, min(MAX_SETS, math.ceil(wanted / one))) if one else 1
             with self._modes():

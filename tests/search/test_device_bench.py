@@ -1,0 +1,42 @@
+"""The bench itself, on the CPU, where the only candidate is what Inductor makes of a recipe."""
+
+import pytest
+import torch
+from recipes import H200, linear_recipe
+
+from stof_compile.budget import Budget
+from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench
+from stof_compile.search.trial import TrialTable
+
+
+@pytest.fixture
+def bench():
+    """Candidates on the CPU, operands as many as an H200's cache asks for."""
+    return DeviceBench((), H200, torch.device("cpu"), TrialTable(None), Budget(60.0))
+
+
+def test_weights_rotate_until_the_cache_has_lost_them(bench):
+    small, large = (linear_recipe(m=m, n=256, k=512) for m in (64, 1 << 17))
+    sets = bench._sets(small)
+    weight = sets[0][1].nbytes
+    assert len(sets) == 64 and len({s[1].data_ptr() for s in sets}) == 64
+    assert len({s[0].data_ptr() for s in sets}) == 1  # x is what the op before has written
+    # what passes between two uses of a weight is three times the cache, activations included
+    assert len(bench._sets(large)) == 3 and 60 * weight + large.nbytes > 3 * H200.l2_bytes
+
+
+def test_a_trial_and_chains_in_turns(bench):
+    recipe, library = linear_recipe(activation="gelu"), Candidate(LIBRARY)
+    trial = bench.trial(recipe, library)
+    assert trial.status == "measured" and bench.known(recipe, library) == trial
+    one, two = bench.compare([[(recipe, library)], [(recipe, library)] * 2])
+    assert 0 < one < two
+
+
+def test_alike_segments_of_a_chain_read_weights_of_their_own(bench, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DeviceBench, "_call", lambda *a: lambda *operands: seen.append(operands[1]))
+    recipe = linear_recipe()
+    bench.compare([[(recipe, Candidate(LIBRARY))] * 3])
+    first = [weight.data_ptr() for weight in seen[:3]]
+    assert len(set(first)) == 3
