@@ -63,6 +63,7 @@ def shots(report: GraphReport) -> list[Shot]:
     if report.groups:
         facts += f", {len(report.groups)} fused operators"
     timed = [step for step in report.steps if step.timed]
+    chains = ", chains with their schemes, moves accepted and rejected" if record.chains else ""
     return [
         Shot(
             "graph",
@@ -79,8 +80,7 @@ def shots(report: GraphReport) -> list[Shot]:
         ),
         Shot(
             "search",
-            "What the search tried, light: kernels of the attention with times and bars, chains "
-            "with their schemes, and the moves that were accepted and rejected",
+            f"What the search tried, light: kernels of the attention with times and bars{chains}",
             1280, 1480, False, ("g0-search",),
         ),
         Shot(
@@ -96,7 +96,9 @@ def where_from(report: GraphReport, model: str, date: str) -> str:
     """The run in one sentence."""
     record = report.record
     versions = ", ".join(
-        f"{name} {record.versions[name]}" for name in ("torch", "triton") if name in record.versions
+        f"{name} {record.versions[name]}"
+        for name in ("torch", "triton", "stof-compile")
+        if name in record.versions
     )
     parts = [model]
     if record.sites:
