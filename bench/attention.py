@@ -14,9 +14,9 @@ from typing import Any
 
 import timing
 import torch
-from cases import Cell, dense_mask, make_inputs, tile_fraction
+from cases import Cell, dense_mask, densities, keep_rows, make_inputs
 from machine import conditions
-from peers import Attend, PeerMissingError, Setup, Variant, attention_variants
+from peers import Attend, PeerMissingError, Setup, Variant, chosen_variants
 from results import append_row, log_event, say
 from roofline import Ceilings, load_ceilings
 from torch import Tensor
@@ -55,11 +55,17 @@ class Paths:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What all variants of a cell share: mask, check inputs, fp64 answer, timing inputs."""
+    """What all variants of a cell share: mask, check inputs, fp64 answer, timing inputs.
 
-    keep: Tensor
+    Args:
+        keep: bool ``[S, S]``, None where that is too long; then ``rows`` are the query positions
+            that the answer has, else None for all of them.
+    """
+
+    keep: Tensor | None
     check_inputs: tuple[Tensor, Tensor, Tensor]
     planes: list[tuple[int, int]]
+    rows: Tensor | None
     expected: Tensor
     sets: list[tuple[Tensor, Tensor, Tensor]]
     facts: dict[str, Any]
@@ -68,13 +74,16 @@ class Prepared:
 def prepare(cell: Cell, device: torch.device, ceilings: Ceilings, seed: int) -> Prepared:
     """Draw inputs from ``seed`` and evaluate the oracle once for the cell."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    keep = dense_mask(cell, device)
+    keep = dense_mask(cell, device) if cell.has_dense_mask else None
+    rows = None if keep is not None else timing.choose_rows(cell.seq, seed, device)
     check_inputs = make_inputs(cell, device, generator)
     planes = timing.choose_planes(cell.batch, cell.heads, cell.seq, seed)
-    expected = timing.oracle(*check_inputs, keep, planes)
+    answered = keep if rows is None else keep_rows(cell, rows)
+    assert answered is not None, "there is a mask, or there are rows of one"
+    expected = timing.oracle(*check_inputs, answered, planes, rows)
     count = timing.set_count(cell.moved_bytes, device)
     sets = [make_inputs(cell, device, generator) for _ in range(count)]
-    density, tiles = float(keep.double().mean()), tile_fraction(keep)
+    density, tiles = densities(cell, keep, device)
     facts = {
         **cell.columns(),
         "density": density,
@@ -83,7 +92,7 @@ def prepare(cell: Cell, device: torch.device, ceilings: Ceilings, seed: int) -> 
         "tile_floor_us": ceilings.floor_us(cell, tiles),
         **conditions(device),
     }
-    return Prepared(keep, check_inputs, planes, expected, sets, facts)
+    return Prepared(keep, check_inputs, planes, rows, expected, sets, facts)
 
 
 @torch.no_grad()
@@ -96,11 +105,11 @@ def run_cell(
     only: Iterable[str] = (),
 ) -> None:
     """Measure the variants of a cell not ``done`` yet; ``only`` restricts to some peers."""
-    ceilings = load_ceilings(paths.ceilings, device)
+    ceilings = load_ceilings(paths.ceilings, device, cell.head_dim)
     prepared = prepare(cell, device, ceilings, seed)
-    finished, peers = set(done), set(only)
-    for variant in attention_variants(cell, device):
-        if (variant.peer, variant.name) in finished or (peers and variant.peer not in peers):
+    finished = set(done)
+    for variant in chosen_variants(cell, device, only):
+        if (variant.peer, variant.name) in finished:
             continue
         setup = Setup(cell, device, prepared.keep, paths.store)
         with timing.own_caches(paths.caches, variant.peer, setup.store):
@@ -172,7 +181,7 @@ def _check(attend: Attend, prepared: Prepared, device: torch.device) -> tuple[An
     timing.poison(inputs[0].shape, inputs[0].dtype, device)
     out = attend(*inputs)
     report = check_close(
-        timing.pick_planes(out, prepared.planes), prepared.expected, inputs[0].dtype
+        timing.pick_planes(out, prepared.planes, prepared.rows), prepared.expected, inputs[0].dtype
     )
     return report, bool(torch.isfinite(out).all())
 
@@ -202,11 +211,9 @@ def warm_cell(
     GPU.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    keep, inputs = dense_mask(cell, device), make_inputs(cell, device, generator)
-    peers = set(only)
-    for variant in attention_variants(cell, device):
-        if peers and variant.peer not in peers:
-            continue
+    keep = dense_mask(cell, device) if cell.has_dense_mask else None
+    inputs = make_inputs(cell, device, generator)
+    for variant in chosen_variants(cell, device, only):
         setup = Setup(
             cell, device, keep, paths.caches / f"warm-store-{cell.name.replace('/', '-')}"
         )

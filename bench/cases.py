@@ -2,7 +2,7 @@
 
 Source: the four masks of Table 2 of the STOF paper with ``width = max(16, isqrt(S))`` for window
 and global tokens and 10 % of the empty 64x64 tiles filled at random (BigBird), over the paper's
-three settings and 16x4096.
+three settings and 16x4096; ``mha`` has the other cells of its Figures 9 and 10.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 MASKS = ("causal", "sliding", "longformer", "bigbird")
 RANDOM_FILL = 0.1
 RANDOM_BLOCK = 64  # tile of BigBird's random part; belongs to the mask, not to a kernel
+DENSE_LIMIT = 32768  # tokens up to which a mask is also built as bool [S, S]: 1 GiB
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Cell:
     heads: int = 12
     head_dim: int = 64
     dtype: str = "float16"
-    suffix: str = ""  # tells cells of one grid apart that differ in nothing but the dtype
+    suffix: str = ""  # tells cells of one grid apart that differ in dtype or head dim
 
     @property
     def shape_name(self) -> str:
@@ -58,6 +59,11 @@ class Cell:
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch names it."""
         return torch.float16 if self.dtype == "float16" else getattr(torch, self.dtype)
+
+    @property
+    def has_dense_mask(self) -> bool:
+        """Whether peers that need the mask as a matrix can run at all."""
+        return self.seq <= DENSE_LIMIT
 
     @property
     def dense_flop(self) -> int:
@@ -87,11 +93,10 @@ def _cpu_cell(seq: int, dtype: str) -> Cell:
     return Cell(1, seq, "longformer", 32, 16, dtype=dtype, suffix=f"/{dtype}")
 
 
+TABLE2_SHAPES = ((1, 128), (8, 512), (16, 2048), (16, 4096))
 GRIDS: dict[str, tuple[Cell, ...]] = {
     "table2": tuple(
-        table2_cell(batch, seq, mask)
-        for batch, seq in ((1, 128), (8, 512), (16, 2048), (16, 4096))
-        for mask in MASKS
+        table2_cell(batch, seq, mask) for batch, seq in TABLE2_SHAPES for mask in MASKS
     ),
     # window 32 + 16 global tokens: the CPU cell of the goals
     "cpu": tuple(_cpu_cell(2048, dtype) for dtype in ("float32", "bfloat16")),
@@ -101,7 +106,39 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
         for batch, seq in ((1, 128), (2, 320))
         for mask in MASKS
     ),
-    "long": tuple(table2_cell(1, 16384, mask, heads=32, head_dim=128) for mask in MASKS),
+    "long": (
+        *(table2_cell(1, 16384, mask, heads=32, head_dim=128) for mask in MASKS),
+        *(table2_cell(1, 65536, mask) for mask in ("sliding", "longformer", "bigbird")),
+        *(table2_cell(1, 262144, mask) for mask in ("sliding", "longformer")),
+        table2_cell(1, 1048576, "sliding"),
+    ),
+    "headdims": tuple(
+        table2_cell(4, 4096, mask, head_dim=dim, dtype=dtype, suffix=f"/d{dim}/{dtype}")
+        for dim in (64, 80, 96, 128, 192, 256)
+        for dtype in ("float16", "bfloat16")
+        for mask in ("causal", "bigbird")
+    ),
+    # what Figures 9 and 10 have beside the cells of table2
+    "mha": tuple(
+        table2_cell(batch, seq, mask)
+        for batch in (1, 8, 16)
+        for seq in (128, 256, 512, 1024, 2048, 4096)
+        for mask in MASKS
+        if (batch, seq) not in TABLE2_SHAPES
+    ),
+    # of `paper --quick`
+    "quick": tuple(
+        table2_cell(batch, seq, mask)
+        for batch, seq in ((1, 128), (8, 512))
+        for mask in ("sliding", "bigbird")
+    ),
+    "quick-long": (table2_cell(1, 16384, "sliding", heads=32, head_dim=128),),
+    "quick-cpu": tuple(
+        table2_cell(1, seq, mask, heads=4, dtype="float32")
+        for seq in (128, 512)
+        for mask in ("sliding", "bigbird")
+    ),
+    "quick-long-cpu": (table2_cell(1, 4096, "sliding", heads=4, dtype="float32"),),
 }
 
 
@@ -155,23 +192,46 @@ def arithmetic_rule(cell: Cell) -> MaskMod:
 
 
 def dense_mask(cell: Cell, device: torch.device) -> Tensor:
-    """The mask as bool ``[S, S]``, True = attend; what every peer and the oracle compute.
+    """The mask as bool ``[S, S]``, True = attend; what every peer and the oracle compute."""
+    assert cell.has_dense_mask, f"{cell.name}: a mask of {cell.seq}^2 elements is not built"
+    return keep_rows(cell, torch.arange(cell.seq, device=device))
+
+
+def keep_rows(cell: Cell, rows: Tensor) -> Tensor:
+    """Some rows of the mask as bool ``[len(rows), S]``; ``rows`` are positions of queries.
 
     The arithmetic of this file is compared with STOF's rule, so a wrong rule cannot pass as a fast
     one; BigBird's random tiles come from STOF's rule, as no formula of this file defines them.
     """
-    position = torch.arange(cell.seq, device=device)
-    q, k = position[:, None], position[None, :]
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    own = arithmetic_rule(cell)(zero, zero, q, k).expand(cell.seq, cell.seq)
-    theirs = (
-        mask_spec(cell).bind(cell.seq, cell.seq).keep(zero, zero, q, k).expand(cell.seq, cell.seq)
-    )
+    q, k = rows[:, None], torch.arange(cell.seq, device=rows.device)[None, :]
+    theirs, own = _both_rules(cell, q, k)
     if cell.mask == "bigbird":
         assert bool((theirs | ~own).all()), "BigBird must contain Longformer"
         return theirs.contiguous()
     assert bool((theirs == own).all()), f"STOF's rule of {cell.name} differs from its definition"
     return theirs.contiguous()
+
+
+def _both_rules(cell: Cell, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """STOF's rule, and the arithmetic of this file, at positions ``[Q, 1]`` and ``[1, K]``."""
+    zero = torch.zeros((), dtype=torch.int64, device=q.device)
+    shape = (q.shape[0], k.shape[1])
+    theirs = mask_spec(cell).bind(cell.seq, cell.seq).keep(zero, zero, q, k)
+    return theirs.expand(shape), arithmetic_rule(cell)(zero, zero, q, k).expand(shape)
+
+
+def densities(cell: Cell, keep: Tensor | None, device: torch.device) -> tuple[float, float]:
+    """Share of kept elements, and of elements in touched 64x64 tiles.
+
+    Args:
+        keep: the mask bool ``[S, S]``; None where it is too long for one.
+    """
+    if keep is not None:
+        return float(keep.double().mean()), tile_fraction(keep)
+    from stof_compile.masks.block_mask import build_block_mask
+
+    built = build_block_mask(mask_spec(cell), cell.seq, cell.seq, 64, device=device)
+    return built.density, (built.full_tiles + built.part_tiles) * 64 * 64 / cell.seq**2
 
 
 def tile_fraction(keep: Tensor, block: int = 64) -> float:
@@ -186,15 +246,14 @@ def tile_fraction(keep: Tensor, block: int = 64) -> float:
     return float(sizes @ touched @ sizes) / (seq * seq)
 
 
-def random_tile_table(cell: Cell, keep: Tensor) -> Tensor:
-    """BigBird's random tiles as bool ``[tiles, tiles]``: in the mask, not in its formula."""
-    edge = -(-cell.seq // RANDOM_BLOCK)
-    position = torch.arange(cell.seq, device=keep.device)
-    zero = torch.zeros((), dtype=torch.int64, device=keep.device)
-    regular = arithmetic_rule(cell)(zero, zero, position[:, None], position[None, :])
-    extra = torch.zeros((edge * RANDOM_BLOCK,) * 2, dtype=torch.bool, device=keep.device)
-    extra[: cell.seq, : cell.seq] = keep & ~regular
-    return extra.view(edge, RANDOM_BLOCK, edge, RANDOM_BLOCK).any(dim=3).any(dim=1)
+def random_tile_table(cell: Cell, device: torch.device) -> Tensor:
+    """BigBird's random tiles as bool ``[tiles, tiles]``: in the mask, not in its formula.
+
+    They are whole tiles that the formula leaves empty, so the first element of each tells.
+    """
+    first = torch.arange(0, cell.seq, RANDOM_BLOCK, device=device)
+    theirs, own = _both_rules(cell, first[:, None], first[None, :])
+    return theirs & ~own
 
 
 def make_inputs(

@@ -19,9 +19,10 @@ import torch
 from results import log_event, log_path, read_rows, say
 
 HERE = Path(__file__).resolve().parent
-BY_CELL = ("attention", "e2e", "tuning", "accuracy")
+BY_CELL = ("attention", "e2e", "tuning", "accuracy", "operators", "passes")
 CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
-NO_MODELS = ("attention", "cpu", "mask", "ceilings")
+NO_MODELS = ("attention", "cpu", "mask", "ceilings", "density", "operators")
+ALL_MODELS = ("tuning", "accuracy")  # unless the command line names some
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ def settle(args: argparse.Namespace) -> None:
     if args.smoke:
         args.grid = args.grid or "smoke"
     args.grid = args.grid or "table2"
-    args.model = args.model or ("all" if args.command in ("tuning", "accuracy") else "bert-base")
+    if args.model is None and args.command == "passes":
+        args.model = "distilbert,distilgpt2"
+    args.model = args.model or ("all" if args.command in ALL_MODELS else "bert-base")
     if args.out is None:
         args.out = (
             Path(tempfile.mkdtemp(prefix="stof-smoke-")) / "rows.csv"
@@ -96,6 +99,7 @@ def worker_command(args: argparse.Namespace, unit: str, gpu: int | None = None) 
         "length",
         "tune_budget",
         "dump_dir",
+        "samples",
     ):
         value = getattr(args, name)
         if name == "caches" and gpu is not None and args.command != "attention":
@@ -123,10 +127,32 @@ def worker_environment(args: argparse.Namespace, gpu: int | None = None) -> dict
 
 
 def drive(args: argparse.Namespace) -> int:
-    """Run a command and print its summary; returns the number of failed cells, 100 at most."""
+    """Run what the command line asks for; returns the number of failed cells, 100 at most."""
     if args.command == "report":
         report(args.files)
         return 0
+    if args.command == "page":
+        from page import write_page
+
+        write_page()
+        return 0
+    if args.command == "paper":
+        from paper import run_paper
+
+        return run_paper(args)
+    started, failed = time.monotonic(), 0
+    for number, grid in enumerate((args.grid or "").split(",")):
+        one = argparse.Namespace(**vars(args))
+        one.grid = grid or None
+        one.budget = args.budget - (time.monotonic() - started)
+        if number and args.out is not None:  # grids before it wrote to the same file
+            one.resume = True
+        failed += run_command(one)
+    return min(failed, 100)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run one command over one grid, print its summary; returns the number of failed cells."""
     settle(args)
     if not args.resume:
         for path in (args.out, log_path(args.out)):
@@ -268,6 +294,16 @@ def pending_units(args: argparse.Namespace) -> list[Unit]:
         from tuning import tuning_units
 
         return [Unit(name, 1) for name in tuning_units(args, wanted_shapes(args))]
+    if args.command == "operators":
+        from operators import operator_units
+
+        return [Unit(name, 1) for name in operator_units(args)]
+    if args.command == "passes":
+        from passes import pass_units
+
+        return [Unit(name, 1) for name in pass_units(args)]
+    if args.command == "density":
+        return [] if read_rows(args.out) else [Unit("masks", 1)]
     if args.command == "mask":
         from maskbuild import steps
     elif args.command == "overhead":
@@ -280,7 +316,7 @@ def pending_units(args: argparse.Namespace) -> list[Unit]:
 
 def _attention_units(args: argparse.Namespace) -> list[Unit]:
     from cases import GRIDS, select_cells
-    from peers import attention_variants
+    from peers import chosen_variants
 
     if args.grid not in GRIDS:
         raise SystemExit(f"no grid {args.grid!r}; grids: {', '.join(GRIDS)}")
@@ -297,14 +333,10 @@ def _attention_units(args: argparse.Namespace) -> list[Unit]:
         check_axes(args.kernel, args.axes)
         # the worker knows its trials; a cell is offered again and skips what it has
         return [Unit(cell.name, 1) for cell in cells]
-    wanted = set(args.peers.split(",")) if args.peers else set()
+    wanted = args.peers.split(",") if args.peers else []
     units = []
     for cell in cells:
-        variants = [
-            v
-            for v in attention_variants(cell, torch.device(args.device))
-            if not wanted or v.peer in wanted
-        ]
+        variants = chosen_variants(cell, torch.device(args.device), wanted)
         left = [v for v in variants if (v.peer, v.name) not in done.get(cell.name, set())]
         if left:
             units.append(Unit(cell.name, len(left)))
@@ -313,41 +345,41 @@ def _attention_units(args: argparse.Namespace) -> list[Unit]:
 
 def report(files: Sequence[Path]) -> None:
     """Print the summary of each file, and one over all end-to-end files where there are several."""
+    from gather import kind_of
+
     together = []
     for path in files:
         print(f"{path.name}\n{summary(path)}\n")
         rows = read_rows(path)
-        together += [rows] if rows and _is_e2e(rows[0]) else []
+        together += [rows] if rows and kind_of(rows[0]) == "e2e" else []
     if len(together) > 1:
         from e2e_stats import comparison
 
         print(f"all models\n{comparison([row for rows in together for row in rows])}")
 
 
-def _is_e2e(row: dict[str, str]) -> bool:
-    return "transformers" in row and "graph_us" in row
-
-
 def summary(path: Path) -> str:
     """The summary that fits a CSV's columns."""
     from e2e_stats import e2e_summary
+    from gather import is_gpu, kind_of
     from stats import attention_summary, means, plain_summary
     from sweep_stats import sweep_summary
 
     rows = read_rows(path)
     if not rows:
         return f"no rows in {path}"
-    if "settings" in rows[0]:
+    kind = kind_of(rows[0])
+    if kind == "sweep":
         return sweep_summary(rows)
-    if _is_e2e(rows[0]):
+    if kind == "e2e":
         return e2e_summary(rows)
-    if "max_ratio" in rows[0]:
+    if kind == "accuracy":
         from accuracy import accuracy_summary
 
         return accuracy_summary(rows)
-    if "tile_floor_us" in rows[0]:
+    if kind == "attention":
         text = attention_summary(rows)
-        if rows[0]["device"].startswith("NVIDIA"):  # on a CPU both columns are plain calls
+        if is_gpu(rows[0]["device"]):  # on a CPU both columns are plain calls
             text += f"\nlaunch included:\n{means(rows, 'launch_us')}"
         return text
     return plain_summary(rows)

@@ -188,7 +188,7 @@ def _counted(texts: Iterable[str]) -> list[str]:
 
 
 def _facts(subject: Subject, device: torch.device, out: Path) -> dict[str, Any]:
-    cell, keep = subject.setup.cell, subject.setup.keep
+    cell, keep = subject.setup.cell, subject.setup.dense
     work = model_work(subject.model, cell.batch, subject.seq, keep, cell.torch_dtype)
     columns = cell.columns()
     kept = ("batch", "seq", "mask", "window", "global_tokens", "dtype")

@@ -7,7 +7,7 @@ masks are prepared in ``build``, outside the timed call.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,32 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class PeerMissingError(Exception):
-    """The peer's package is not installed here; the message names it."""
+    """The peer cannot run here: its package is not installed, or its mask would not fit."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a variant may use: the cell, its mask bool ``[S, S]``, STOF's store of choices."""
+    """What a variant may use: the cell, its mask bool ``[S, S]`` (None where that is too long),
+    STOF's store of choices.
+    """
 
     cell: Cell
     device: torch.device
-    keep: Tensor
+    keep: Tensor | None
     store: Path
+
+    @property
+    def dense(self) -> Tensor:
+        """The mask bool ``[S, S]``.
+
+        Raises:
+            PeerMissingError: the cell is too long for one.
+        """
+        if self.keep is None:
+            raise PeerMissingError(
+                f"it takes the mask as a matrix, here of {self.cell.seq**2 / 2**30:.0f} GiB"
+            )
+        return self.keep
 
     @property
     def choices(self) -> Path:
@@ -55,7 +70,7 @@ class Variant:
 
 
 def _sdpa_mask(setup: Setup, backend: SDPBackend | None = None) -> Attend:
-    keep = setup.keep[None, None]
+    keep = setup.dense[None, None]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
@@ -94,7 +109,11 @@ def _flex(block_mask: BlockMask, options: Any) -> Attend:
 
 def _block_mask(setup: Setup, rule: MaskMod, block: int) -> BlockMask:
     seq = setup.cell.seq
-    return create_block_mask(rule, None, None, seq, seq, device=setup.device, BLOCK_SIZE=block)
+    # compiled it never holds the mask as a matrix, which long ones need
+    return create_block_mask(
+        rule, None, None, seq, seq, device=setup.device, BLOCK_SIZE=block,
+        _compile=setup.keep is None,
+    )  # fmt: skip
 
 
 def gather_rule(keep: Tensor) -> MaskMod:
@@ -102,12 +121,12 @@ def gather_rule(keep: Tensor) -> MaskMod:
     return lambda b, h, q, k: keep[q, k]
 
 
-def table_rule(cell: Cell, keep: Tensor) -> MaskMod:
+def table_rule(cell: Cell, device: torch.device) -> MaskMod:
     """Arithmetic, and for BigBird's random tiles one lookup in a small table of tiles."""
     regular = arithmetic_rule(cell)
     if cell.mask != "bigbird":
         return regular
-    table = random_tile_table(cell, keep)
+    table = random_tile_table(cell, device)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return regular(b, h, q, k) | table[q // RANDOM_BLOCK, k // RANDOM_BLOCK]
@@ -128,7 +147,7 @@ def split_block_mask(setup: Setup, block: int, causal: bool = False) -> BlockMas
     assert RANDOM_BLOCK % block == 0, (
         f"random tiles of {RANDOM_BLOCK} are not whole blocks of {block}"
     )
-    whole, arithmetic = table_rule(setup.cell, setup.keep), arithmetic_rule(setup.cell)
+    whole, arithmetic = table_rule(setup.cell, setup.device), arithmetic_rule(setup.cell)
     if causal:
         whole, arithmetic = _and_causal(whole), _and_causal(arithmetic)
     built = _block_mask(setup, whole, block)
@@ -152,16 +171,16 @@ def _and_causal(rule: MaskMod) -> MaskMod:
 def _flex_default(setup: Setup) -> Attend:
     rule = arithmetic_rule(setup.cell)
     if setup.cell.mask == "bigbird":
-        rule = gather_rule(setup.keep)
+        rule = gather_rule(setup.dense)
     return _flex(_block_mask(setup, rule, 128), {})
 
 
 def _flex_default_table(setup: Setup) -> Attend:
-    return _flex(_block_mask(setup, table_rule(setup.cell, setup.keep), 128), {})
+    return _flex(_block_mask(setup, table_rule(setup.cell, setup.device), 128), {})
 
 
 def _flex_expert(setup: Setup, block: int, options: dict[str, Any]) -> Attend:
-    rule = table_rule(setup.cell, setup.keep)
+    rule = table_rule(setup.cell, setup.device)
     return _flex(_block_mask(setup, rule, block), options)
 
 
@@ -172,7 +191,7 @@ def _flex_split(setup: Setup, block: int, options: dict[str, Any]) -> Attend:
 def _flex_flash(setup: Setup) -> Attend:
     if importlib.util.find_spec("flash_attn") is None:
         raise PeerMissingError("FA4 (flash_attn.cute) is not installed")
-    rule = table_rule(setup.cell, setup.keep)
+    rule = table_rule(setup.cell, setup.device)
     return _flex(_block_mask(setup, rule, 128), {"BACKEND": "FLASH"})
 
 
@@ -247,6 +266,16 @@ def default_variants(cell: Cell) -> list[Variant]:
     if cell.mask == "bigbird":
         variants += [Variant("flex_default", "b128_table", _flex_default_table)]
     return variants
+
+
+def chosen_variants(cell: Cell, device: torch.device, only: Iterable[str]) -> list[Variant]:
+    """The variants that ``--peers`` selects: all of a ``peer``, or one as ``peer/variant``."""
+    wanted = set(only)
+    return [
+        v
+        for v in attention_variants(cell, device)
+        if not wanted or v.peer in wanted or f"{v.peer}/{v.name}" in wanted
+    ]
 
 
 def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:

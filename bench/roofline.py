@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +160,26 @@ def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[fl
     return best, source
 
 
-def load_ceilings(path: Path, device: torch.device) -> Ceilings:
-    """Read the ceilings of this device, measuring and writing them when the file has none."""
-    name = device_name(device)
-    if path.exists():
-        stored = Ceilings(**json.loads(path.read_text()))
-        if stored.device == name:
-            return stored
-    measured = measure_ceilings(device)
+def load_ceilings(path: Path, device: torch.device, head_dim: int = 64) -> Ceilings:
+    """Read the ceilings of this device, measuring and writing what the file does not have."""
+    ceilings = read_ceilings(path)
+    if ceilings is None or ceilings.device != device_name(device):
+        ceilings = measure_ceilings(device)
+    elif device.type != "cuda" or str(head_dim) in ceilings.attention_tflops:
+        return ceilings
+    if device.type == "cuda" and str(head_dim) not in ceilings.attention_tflops:
+        rate, source = _dense_attention(ceilings.device, device, head_dim)
+        if rate > 0.0:
+            ceilings = replace(
+                ceilings,
+                attention_tflops={**ceilings.attention_tflops, str(head_dim): rate},
+                sources={**ceilings.sources, str(head_dim): source},
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(measured), indent=1) + "\n")
-    return measured
+    path.write_text(json.dumps(asdict(ceilings), indent=1) + "\n")
+    return ceilings
+
+
+def read_ceilings(path: Path) -> Ceilings | None:
+    """Ceilings that were measured before, of whatever device; None where there is no file."""
+    return Ceilings(**json.loads(path.read_text())) if path.exists() else None

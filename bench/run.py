@@ -7,7 +7,11 @@
     python bench/run.py tuning [--models bert-base,gpt2] [--cells 1x128] [--tune-budget 60]
     python bench/run.py accuracy [--models bert-base,gpt2] [--cells 1x128] [--peers auto,fused]
     python bench/run.py cpu | mask | overhead | ceilings
+    python bench/run.py operators | density      # Figures 3 and 4, Table 2 of the STOF paper
+    python bench/run.py passes                   # Graph Surgeon's table
+    python bench/run.py paper [--quick] [--resume] [--out FOLDER]    # all of both papers
     python bench/run.py report FILE...           # print the summary of CSV files again
+    python bench/run.py page                     # docs/benchmarks.md from the committed CSV files
 
 Every cell runs in a process of its own. Rows go to a CSV, everything that did not become a row to
 ``<out>.log.csv``.
@@ -24,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 COMMANDS = (
     "attention", "e2e", "tuning", "accuracy", "cpu", "mask", "overhead", "ceilings", "report",
+    "operators", "density", "passes", "paper", "page",
 )  # fmt: skip
 
 
@@ -34,22 +39,30 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument("command", choices=COMMANDS)
     parsed.add_argument("files", nargs="*", type=Path, help="report: CSV files")
-    parsed.add_argument("--grid", help="attention: table2 (default), cpu, long, smoke")
+    parsed.add_argument(
+        "--grid",
+        help="attention: table2 (default), long, headdims, mha, cpu, smoke, ...; several with "
+        "commas between them, each into a file of its own unless --out names one",
+    )
     parsed.add_argument(
         "--cells",
         help="attention: comma-separated BxS, mask or BxS/mask; e2e, tuning, accuracy: any "
-        "BxS; default all",
+        "BxS; operators: any of an operator, BxSxH and both with a slash; default all",
     )
     parsed.add_argument(
         "--peers",
-        help="only these peers, comma-separated; accuracy: its settings; e2e: ways (compile-ro, "
+        help="only these peers, comma-separated (attention: peer or peer/variant); passes: "
+        "pipelines; accuracy: its settings; e2e: ways (compile-ro, "
         "stof-default, ...) or sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion), "
         "stof-fusion (no sparse attention) and stof-broken-mha (attention as single operators) run "
         "only when named, the first also in three cells",
     )
     parsed.add_argument("--device", help="cuda or cpu; default what is there")
     parsed.add_argument(
-        "--out", type=Path, help="CSV; default bench/results/<command>-<device>.csv"
+        "--out",
+        type=Path,
+        help="CSV; default bench/results/<command>-<device>.csv; paper: a folder, default "
+        "bench/results, with --quick bench/out/quick-<device>",
     )
     parsed.add_argument(
         "--resume", action="store_true", help="keep the rows of --out and run what is missing"
@@ -66,15 +79,16 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--model",
         "--models",
-        help="e2e, tuning, accuracy, overhead: models of stof_compile/zoo.py, comma-separated, or "
-        "all (bert-base, bert-large, gpt2, llama-1b, t5-base, vit-base); default bert-base, for "
-        "tuning and accuracy all",
+        help="e2e, tuning, accuracy, overhead, passes: models of stof_compile/zoo.py, "
+        "comma-separated, or all (bert-base, bert-large, gpt2, llama-1b, t5-base, vit-base); "
+        "default bert-base, for tuning and accuracy all, for passes distilbert,distilgpt2",
     )
     parsed.add_argument(
         "--tune-budget",
         type=float,
         default=60.0,
-        help="e2e, tuning, accuracy: tune_budget_s of STOF; default %(default)g",
+        help="e2e, tuning, accuracy, passes: tune_budget_s of STOF; operators: seconds of trials a "
+        "cell; default %(default)g",
     )
     parsed.add_argument(
         "--seed", type=int, default=None, help="seed of the inputs; default drawn and printed"
@@ -102,6 +116,15 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument(
         "--smoke", action="store_true", help="toy sizes: only to see that everything runs"
+    )
+    parsed.add_argument(
+        "--quick", action="store_true", help="paper: a reduced grid (see bench/README.md)"
+    )
+    parsed.add_argument(
+        "--samples",
+        type=int,
+        default=200,
+        help="passes: calls timed of each pipeline; as many before them warm up",
     )
     parsed.add_argument(
         "--dump-dir", type=Path, help="e2e: STOF's dump of every cell, in a folder of its own there"

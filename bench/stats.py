@@ -150,10 +150,11 @@ def mean_lines(against: dict[str, dict[str, float]]) -> list[str]:
         if not ratios:
             continue
         worst = min(ratios, key=lambda c: ratios[c])
-        longer = geometric_mean(v for c, v in ratios.items() if _is_long(c))
+        longer = [v for c, v in ratios.items() if _is_long(c)]
+        at_length = f"{geometric_mean(longer):.2f}x at S>=2048, " if longer else ""
         lines.append(
             f"STOF against {name:12s}: geometric mean {geometric_mean(ratios.values()):.2f}x over "
-            f"{len(ratios)} cells, {longer:.2f}x at S>=2048, worst {ratios[worst]:.2f}x in {worst}"
+            f"{len(ratios)} cells, {at_length}worst {ratios[worst]:.2f}x in {worst}"
         )
     return lines
 

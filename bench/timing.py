@@ -167,21 +167,41 @@ def choose_planes(batch: int, heads: int, seq: int, seed: int) -> list[tuple[int
     return [every[i] for i in sorted({0, len(every) - 1, *order[:4]})]
 
 
+def choose_rows(seq: int, seed: int, device: torch.device, count: int = 128) -> Tensor:
+    """Query positions the oracle answers where all are too many: both ends, the others drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(seq, (count - 2,), generator=generator)
+    return torch.cat([torch.tensor([0, seq - 1]), drawn]).unique().to(device)
+
+
 def oracle(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, planes: Sequence[tuple[int, int]]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    planes: Sequence[tuple[int, int]],
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Masked attention in fp64 on some planes: ``[len(planes), S, D]``; keep bool ``[S, S]``."""
+    """Masked attention in fp64 on some planes, ``[len(planes), R, D]``.
+
+    Args:
+        keep: bool ``[R, S]``. rows: the R query positions answered; None = all S.
+    """
     from stof_compile.kernels.reference import attention_reference
 
-    rows = []
+    answers = []
     for b, h in planes:
         q64, k64, v64 = (t[b : b + 1, h : h + 1].double() for t in (q, k, v))
+        q64 = q64 if rows is None else q64[:, :, rows]
         out = attention_reference(q64, k64, v64, keep=keep[None, None])
         out = out[0] if isinstance(out, tuple) else out
-        rows.append(out[0, 0])
-    return torch.stack(rows)
+        answers.append(out[0, 0])
+    return torch.stack(answers)
 
 
-def pick_planes(out: Tensor, planes: Sequence[tuple[int, int]]) -> Tensor:
-    """The same planes of an output ``[B, H, S, D]``."""
-    return torch.stack([out[b, h] for b, h in planes])
+def pick_planes(
+    out: Tensor, planes: Sequence[tuple[int, int]], rows: Tensor | None = None
+) -> Tensor:
+    """The same planes, and rows, of an output ``[B, H, S, D]``."""
+    picked = torch.stack([out[b, h] for b, h in planes])
+    return picked if rows is None else picked[:, rows]

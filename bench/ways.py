@@ -139,7 +139,7 @@ def compile_model(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], An
     given = (subject.seed, cell.torch_dtype, setup.device)
     if way.attention == "sdpa":
         masked, extra = masked_model(
-            subject.model, subject.seq, subject.seed, setup.keep, cell.torch_dtype, setup.device
+            subject.model, subject.seq, subject.seed, setup.dense, cell.torch_dtype, setup.device
         )
         compiled = torch.compile(masked, dynamic=False, mode=way.mode)
         return caller(compiled, dict.fromkeys(subject.names), extra), compiled
@@ -170,7 +170,7 @@ def _flex_options(cell: Cell) -> dict[str, Any]:
 
 def reference(name: str, seq: int, setup: Setup, inputs: Mapping[str, Tensor], seed: int) -> Tensor:
     """The masked model in fp64 with the tested dtype's weights, one sequence at a time."""
-    model, extra = masked_model(name, seq, seed, setup.keep, setup.cell.torch_dtype, setup.device)
+    model, extra = masked_model(name, seq, seed, setup.dense, setup.cell.torch_dtype, setup.device)
     call = caller(model.double(), inputs, extra)
     wide = [t.double() if t.is_floating_point() else t for t in inputs.values()]
     return torch.cat([call(*(t[i : i + 1] for t in wide)) for i in range(setup.cell.batch)])

@@ -34,6 +34,9 @@ def work(args: argparse.Namespace) -> int:
 
         if args.warm_worker is None:
             run_accuracy(args, device)
+    elif args.command in ("operators", "passes", "density"):
+        if args.warm_worker is None:
+            _paper(args, device)
     elif args.command == "overhead":
         from overhead import run_step as run_overhead
 
@@ -44,6 +47,21 @@ def work(args: argparse.Namespace) -> int:
 
         print(json.dumps(asdict(load_ceilings(args.out.with_suffix(".json"), device)), indent=1))
     return 0
+
+
+def _paper(args: argparse.Namespace, device: torch.device) -> None:
+    if args.command == "operators":
+        from operators import run_operator
+
+        run_operator(args, device)
+    elif args.command == "passes":
+        from passes import run_passes
+
+        run_passes(args, device)
+    else:
+        from density import run_density
+
+        run_density(args, device)
 
 
 def _attention(args: argparse.Namespace, device: torch.device) -> None:

@@ -1,0 +1,119 @@
+"""Result files of a folder, as groups of rows that one table and one picture show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from results import read_rows
+from stats import Row
+
+# columns that only one kind of file has; the first that is there tells
+TOLD_BY = {
+    "settings": "sweep",
+    "max_ratio": "accuracy",
+    "graph_us": "e2e",
+    "fused_us": "operators",
+    "pipeline": "passes",
+    "paper_percent": "density",
+    "overhead_percent": "overhead",
+    "tuning_s": "tuning",
+    "tiles_kept": "mask",
+    "tile_floor_us": "attention",
+}
+# what names a row of a kind: of two files the newer row counts
+NAMED_BY = {
+    "e2e": ("model", "cell", "peer"),
+    "operators": ("cell",),
+    "passes": ("model", "cell", "pipeline"),
+    "density": ("cell",),
+    "overhead": ("model", "cell"),
+    "tuning": ("model", "cell"),
+    "mask": ("cell",),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one kind and one device.
+
+    Args:
+        kind: see :func:`kind_of`. name: also of its pictures. files: where the rows come from.
+        rows: at least one.
+    """
+
+    kind: str
+    name: str
+    files: tuple[Path, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def device(self) -> str:
+        """Name of the GPU or CPU."""
+        return self.rows[0]["device"]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the times are of a GPU."""
+        return is_gpu(self.device)
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device column names a GPU."""
+    return device.startswith(("NVIDIA", "AMD Instinct", "AMD Radeon"))
+
+
+def kind_of(row: Row) -> str:
+    """What a row was measured by: the command's name, with ``sweep`` for sweeps; "" unknown."""
+    return next((kind for column, kind in TOLD_BY.items() if column in row), "")
+
+
+def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
+    """All rows of a folder, or of some files, by kind, file and device.
+
+    Attention has a group for each file, since a file is a grid. Whole models have one for long
+    sequences (files with ``long`` in their name) and one for the others; all else has one a device.
+    A row that two files have counts once, by its date.
+    """
+    held: dict[tuple[str, str, str], list[tuple[Path, Row]]] = {}
+    for path in csv_files(folder) if only is None else only:
+        rows = read_rows(path)
+        kind = kind_of(rows[0]) if rows else ""
+        for row in rows if kind else ():
+            base = kind
+            if kind == "attention":
+                base = path.stem.rsplit("-", 1)[0]
+            elif kind == "e2e" and "long" in path.stem:
+                base = "e2e-long"
+            held.setdefault((kind, base, row["device"]), []).append((path, row))
+    found: list[Group] = []
+    for (kind, base, device), pairs in held.items():
+        name = f"{base}-{'cuda' if is_gpu(device) else 'cpu'}"
+        taken = sum(group.name == name or group.name.startswith(f"{name}_") for group in found)
+        files = tuple(dict.fromkeys(path for path, _ in pairs))
+        rows = newest([row for _, row in pairs], NAMED_BY.get(kind, ()))
+        found.append(Group(kind, f"{name}_{taken + 1}" if taken else name, files, tuple(rows)))
+    return sorted(found, key=lambda group: (not group.on_gpu, group.name))
+
+
+def csv_files(folder: Path) -> list[Path]:
+    """Files of rows in a folder, without logs."""
+    return [p for p in sorted(folder.glob("*.csv")) if not p.name.endswith(".log.csv")]
+
+
+def newest(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:
+    """Of rows with equal fields the newest, in the order of the first; all where none are given."""
+    if not fields:
+        return list(rows)
+    kept: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[field] for field in fields)
+        if key not in kept or row["date"] > kept[key]["date"]:
+            kept[key] = row
+    return list(kept.values())
+
+
+def of_kind(found: Iterable[Group], *kinds: str) -> list[Group]:
+    """The groups of some kinds."""
+    return [group for group in found if group.kind in kinds]

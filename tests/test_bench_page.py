@@ -1,0 +1,191 @@
+"""docs/benchmarks.md and the pictures are made from the rows that are there, and from no others."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+AGAIN = "`python bench/run.py page` makes it anew"
+
+
+@pytest.fixture(autouse=True)
+def bench_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
+def test_the_committed_page_is_what_the_committed_rows_say():
+    from page import PAGE, RESULTS, render
+
+    assert PAGE.read_text() == render(RESULTS), AGAIN
+
+
+def test_its_pictures_are_there_and_no_others():
+    from gather import groups
+    from page import PICTURES, RESULTS
+    from plot import pictures_of
+
+    wanted = {picture.name for group in groups(RESULTS) for picture in pictures_of(group)}
+    assert {path.name for path in PICTURES.glob("bench-*.png")} == wanted, AGAIN
+
+
+# -- rows of every kind ----------------------------------------------------------------------------
+
+HERE = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "transformers": "5", "stof": "0"}
+MEASURED = {
+    **HERE,
+    "date": "2026-01-02T00:00Z",
+    "dtype": "float16",
+    "batch": "1",
+    "rms_rel": "1e-3",
+}
+
+
+def attention(peer, median_us, launch_us, cell="1x128/causal", **other):
+    return {
+        **MEASURED, "cell": cell, "seq": "128", "heads": "12", "head_dim": "64", "density": "0.5",
+        "mask": "causal", "peer": peer, "variant": "v", "median_us": median_us,
+        "launch_us": launch_us, "element_floor_us": "1", "tile_floor_us": "2", "detail": "block[]",
+        "peak_bytes": "1048576", **other,
+    }  # fmt: skip
+
+
+def model(peer, graph_us, median_us, **other):
+    return {
+        **MEASURED, "cell": "1x128", "model": "gpt2", "seq": "128", "mask": "bigbird", "peer": peer,
+        "graph_us": graph_us, "median_us": median_us, "floor_us": "10", "compile_s": "3", **other,
+    }  # fmt: skip
+
+
+def pipeline(name, mean_us, **other):
+    tests = dict.fromkeys(("speedup", "t", "dof", "p", "p_holm", "round_p", "effect_d"), "")
+    return {
+        **MEASURED, "model": "distilbert", "cell": "1x128", "pipeline": name, "changes": "6",
+        "samples": "200", "rounds": "10", "method": "cuda-graph", "mean_us": mean_us, "sd_us": "2",
+        **tests, "verdict": "", **other,
+    }  # fmt: skip
+
+
+TESTED = {"t": "9", "dof": "300", "p": "1e-9", "p_holm": "2e-9", "round_p": "1e-4"}
+TUNED = {
+    "tuning_s": "20", "budget_s": "60", "trials": "99", "bookkeeping_percent": "2", "cold_s": "30",
+    "plain_cold_s": "9", "warm_extra_s": "0.4", "gain": "1.1",
+}  # fmt: skip
+OPERATOR = {
+    "detached_us": "4", "inductor_us": "2", "fused_us": "2.5", "before_us": "3",
+    "fused_template": "triton_norm", "fused_rel": "1e-3", "inductor_rel": "1e-3",
+}  # fmt: skip
+MASKED = {
+    "seq": "131072", "median_ms": "3", "first_ms": "200", "kept_bytes": "2e5",
+    "tiles_kept": "26582", "peak_bytes": "5e7", "rms_rel": "",
+}  # fmt: skip
+COMPILED = {"compile_s": "8", "stof_s": "9", "overhead_percent": "12.5"}
+FILES = {
+    "attention-cuda": [
+        attention("sdpa_mask", "20", "40"), attention("flex_default", "9", "50"),
+        attention("flex_expert", "8", "60"), attention("stof", "4", "80"),
+    ],
+    "attention-long-cuda": [
+        attention(peer, us, us, "1x65536/sliding")
+        for peer, us in (("flex_expert", "8"), ("stof", "4"))
+    ],
+    "attention-headdims-cuda": [
+        attention(peer, us, us, f"4x4096/causal/d{dim}/float16", head_dim=dim)
+        for peer, us in (("flex_expert", "3"), ("stof", "4")) for dim in ("64", "96")
+    ],
+    "e2e-cuda": [
+        model("compile-default", "200", "500"), model("flex-default", "150", "300"),
+        model("stof-default", "100", "400"), model("stof-attention", "120", "400"),
+    ],
+    "e2e-older-cuda": [model("stof-default", "700", "900", date="2025-12-31T00:00Z")],
+    "e2e-long-cuda": [model("compile-default", "9", "9"), model("stof-default", "1", "1")],
+    "tuning-cuda": [{**MEASURED, "model": "gpt2", "cell": "1x128", **TUNED}],
+    "overhead-cuda": [{**MEASURED, "model": "gpt2", "cell": "inductor-cold", **COMPILED}],
+    "operators-cuda": [{**MEASURED, "cell": "bias_norm/1x128x512", **OPERATOR}],
+    "passes-cuda": [
+        pipeline("baseline", "100"),
+        pipeline("qkv", "90", speedup="1.11", **TESTED, effect_d="4", verdict="win"),
+        pipeline("all", "120", speedup="0.83", **TESTED, effect_d="-9", verdict="loss"),
+        pipeline("fuse_transpose", "", verdict="no match", changes="0", sd_us="", samples=""),
+    ],
+    "density-cuda": [
+        {**MEASURED, "cell": "longformer", "sparsity_percent": "87.8", "paper_percent": "88.8"},
+    ],
+    "mask-cuda": [{**MEASURED, "cell": "build sliding", **MASKED}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, rows in FILES.items():
+        write(tmp_path / f"{name}.csv", rows)
+    missing = {"cell": "1x128/causal", "peer": "flex_flash", "variant": "fa4", "kind": "missing"}
+    write(tmp_path / "attention-cuda.log.csv", [{**missing, "reason": "FA4 is not installed"}])
+    return tmp_path
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_every_kind_has_its_section(folder):
+    from page import SECTIONS, render
+
+    text = render(folder)
+    for section in SECTIONS:
+        assert f"## {section.title}\n" in text
+    assert "Every kind of table has rows." in text and "nan" not in text
+    assert "* `attention-cuda.csv`: flex_flash, FA4 is not installed (1 lines)" in text
+    assert "| gpt2 1x128 | 0.2000 | 0.1500 | 0.1000 | 2.00 | 1.50 | 0.75 |" in text  # newer row
+    assert "attention only" in text and "| 1.67 |" in text  # of the ablation, 200 / 120
+
+
+def test_where_stof_loses_is_told_cell_by_cell(folder):
+    from page import render
+
+    text = render(folder).split("## Where STOF loses")[1].split("\n## ")[0]
+    assert "* Attention (`attention-cuda`), replay: in none of 1 cells." in text
+    assert "| 1x128/causal | 80.00 us | 40.00 us | 0.500 | sdpa_mask v |" in text
+    assert "* Attention (`attention-headdims-cuda`), replay: in **2 of 2** cells." in text
+    assert "| gpt2 1x128 | 0.400 ms | 0.300 ms | 0.750 | flex-default |" in text
+    assert "| bias_norm/1x128x512 | 2.50 us | 2.00 us | 0.800 | inductor |" in text
+    assert "| distilbert 1x128 all | 0.120 ms | 0.100 ms | 0.833 | torch.compile |" in text
+    assert "| gpt2 inductor-cold | 9.00 s | 8.00 s | 0.889 | torch.compile |" in text
+
+
+def test_a_folder_without_rows_says_what_is_missing(tmp_path):
+    from page import SECTIONS, render
+
+    text = render(tmp_path)
+    assert "Nothing is measured yet." in text
+    assert all(f"`python bench/run.py {section.command}`" in text for section in SECTIONS)
+
+
+def test_every_figure_is_drawn(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    from plot import draw_all
+
+    target = tmp_path / "img"
+    drawn = {path.name for path in draw_all(folder, target)}
+    for stem in ("attention-cuda-bars", "attention-long-cuda-roofline", "e2e-cuda-models",
+                 "e2e-cuda-ablation", "tuning-cuda-tuning", "tuning-cuda-overhead",
+                 "operators-cuda-operators", "passes-cuda-passes",
+                 "density-cuda-density"):  # fmt: skip
+        assert f"bench-{stem}.png" in drawn
+    assert all((target / name).stat().st_size > 3000 for name in drawn)
+
+
+def test_one_picture_by_hand(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot
+
+    source, target = str(folder / "tuning-cuda.csv"), tmp_path / "a.png"
+    plot.main([source, str(target), "overhead"])
+    assert target.stat().st_size > 3000
+    with pytest.raises(SystemExit, match="no figure 'roofline' of tuning: tuning, overhead"):
+        plot.main([source, str(target), "roofline"])
+    with pytest.raises(SystemExit, match="usage"):
+        plot.main([source])

@@ -1,0 +1,387 @@
+"""The papers' tables: statistics, operators, pipelines, long cells, parts. All of toy sizes."""
+
+import csv
+import math
+import random
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def bench_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+def drawn(mean, spread, seed, rounds=10, each=20):
+    source = random.Random(seed)
+    return [[source.gauss(mean, spread) for _ in range(each)] for _ in range(rounds)]
+
+
+def test_welch_as_stof_itself_has_it():
+    stats = pytest.importorskip("scipy.stats")
+    import significance
+
+    from stof_compile.compare import compare
+
+    base, new = drawn(10.5, 1.2, 1), drawn(10.0, 1.0, 2)
+    found, own = significance.difference(base, new, stats), compare(base, new)
+    assert (found.t, found.dof, found.p) == pytest.approx((own.t, own.dof, own.p), rel=1e-9)
+    assert found.round_p == pytest.approx(own.round_p, rel=1e-9)
+    assert found.speedup == pytest.approx(own.speedup)
+    assert significance.verdict(found, found.p) == own.verdict == "win"
+    assert 0.3 < found.effect_d < 0.6  # half a unit in standard deviations of 1.1
+
+
+@pytest.mark.parametrize(("other", "p", "t"), [(2.0, 1.0, 0.0), (1.0, 0.0, math.inf)])
+def test_samples_without_any_variance(other, p, t):
+    import significance
+
+    stats = SimpleNamespace(ttest_ind=None, ttest_rel=None)  # not asked
+    found = significance.difference([[2.0] * 4] * 3, [[other] * 4] * 3, stats)
+    assert (found.p, found.round_p, found.t) == (p, p, t)
+    assert significance.verdict(found, found.p) == ("win" if t else "neutral")
+
+
+def test_holm_corrects_by_rank_and_decides_as_stof_does():
+    import significance
+
+    from stof_compile.compare import ALPHA, holm
+
+    assert significance.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    source = random.Random(3)
+    for _ in range(50):
+        p_values = [source.random() ** 6 for _ in range(5)]
+        assert [p < ALPHA for p in significance.holm(p_values)] == holm(p_values)
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+def test_rounds_run_forwards_and_backwards():
+    from passes import in_turns
+
+    order = []
+
+    def taker(name):
+        def take():
+            order.append(name)
+            return float(len(order))
+
+        return take
+
+    first, second = in_turns([taker("a"), taker("b")], 8)
+    assert "".join(order[:16]) == "a" * 8 + "b" * 8  # warm-up
+    assert "".join(order[16:]) == "aabbbbaa" * 2
+    assert [len(r) for r in (*first, *second)] == [4, 4, 4, 4]
+
+
+def test_without_scipy_there_are_speedups_and_a_clear_line(tmp_path, monkeypatch, capsys):
+    import passes
+    import significance
+
+    monkeypatch.setattr(significance, "scipy_stats", lambda: None)
+    rounds = {"baseline": [[2.0, 4.0]], "qkv": [[1.0, 2.0]]}
+    assert passes.tested(rounds, tmp_path / "rows.csv", "m/1x128") == {"qkv": {"speedup": 2.0}}
+    assert "scipy is not installed" in capsys.readouterr().err
+    (line,) = rows_of(tmp_path / "rows.log.csv")
+    assert line["kind"] == "missing" and "stof-compile[bench]" in line["reason"]
+
+
+@pytest.mark.parametrize(("name", "places"), [("qkv", 2), ("fuse_transpose", None)])
+def test_a_single_pass_changes_places_and_no_result(name, places, monkeypatch):
+    import passes
+
+    from stof_compile import zoo
+
+    monkeypatch.setattr("stof_compile.inductor.compile_with_inductor", lambda gm, *_: gm.forward)
+    model, inputs = zoo.build("distilbert-tiny", 1, 16)
+    counted = []
+    backend = passes.single_pass(name, counted)
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend)(**inputs).last_hidden_state
+        torch.testing.assert_close(out, model(**inputs).last_hidden_state)
+    assert sum(counted) == places if places else counted
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", ["bias_norm", "linear_norm", "linear_linear"])
+def test_parts_of_an_operator_compute_the_whole(operator):
+    from operators import make_problem
+
+    from stof_compile.fusion.recipe import run_recipe
+    from stof_compile.search.bench import random_operand
+
+    problem = make_problem(operator, 2, 5, 8, torch.float32, "cpu")
+    whole, generator = problem.whole, torch.Generator().manual_seed(0)
+    given = [random_operand(whole, i, CPU, generator) for i in range(len(whole.operands))]
+    value, rest = None, list(given)
+    for part in problem.parts:
+        own = [rest.pop(0)] if value is None else [value]
+        own += [rest.pop(0) for _ in part.operands[1:]]
+        value = run_recipe(part, own)
+    torch.testing.assert_close(value, run_recipe(whole, given))
+    assert problem.parts[problem.heaviest].result.kind in ("linear", "layer_norm")
+
+
+class FakeBench:
+    """Candidates of one template; a smaller tile is faster, alone the other way round."""
+
+    def __init__(self, whole, templates=("t",)):
+        from stof_compile.search.bench import Candidate
+
+        self.whole, self.device = whole, CPU
+        self.budget = SimpleNamespace(spent=False)
+        self.table = SimpleNamespace(measured=0)
+        self._space = [Candidate(t, (("block", b), ("warps", 4))) for t in templates
+                       for b in (16, 32, 64)]  # fmt: skip
+
+    def candidates(self, recipe):
+        return self._space
+
+    def prepare(self, recipe, candidates):
+        assert set(candidates) <= set(self._space)
+
+    def trial(self, recipe, candidate):
+        self.table.measured += 1
+        block = candidate.settings.get("block", 100)
+        us = float(block) if recipe is self.whole else 1.0 / block
+        return SimpleNamespace(cost_us=us, error=1e-3, status="measured", reason="")
+
+    def compare(self, schemes):
+        return [sum(self.trial(*pair).cost_us for pair in scheme) for scheme in schemes]
+
+    def operands(self, recipe):
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(o.shape, generator=generator) for o in recipe.operands]
+
+
+def test_an_operator_is_tuned_fused_and_with_settings_of_before(tmp_path):
+    from operators import make_problem, measure
+
+    problem = make_problem("linear_norm", 1, 4, 8, torch.float32, "cpu")
+    row = measure(problem, FakeBench(problem.whole), 0, (tmp_path / "rows.csv", "cell"))
+    assert (row["fused_config"], row["fused_us"]) == ("block=16 warps=4", 16.0)
+    assert row["single_config"] == row["before_config"] == "block=64 warps=4"
+    assert (row["before_us"], row["inductor_us"]) == (64.0, 100.0)
+    assert row["detached_us"] == pytest.approx(0.02) and row["detached_rel"] < 1e-5
+
+
+def test_an_operator_without_a_template_says_so(tmp_path, capsys):
+    from operators import make_problem, measure
+
+    problem = make_problem("bias_norm", 1, 4, 8, torch.float32, "cpu")
+    row = measure(problem, FakeBench(problem.whole, ()), 0, (tmp_path / "rows.csv", "cell"))
+    assert row["fused_us"] == row["before_us"] == "" and row["inductor_us"] == 100.0
+    assert "no template of STOF takes it here" in capsys.readouterr().err
+
+
+def test_nearest_settings_count_doublings():
+    from operators import nearest
+
+    from stof_compile.search.bench import candidate_of
+
+    space = [candidate_of("t", {"m": m, "form": form}) for m in (16, 64, 256) for form in "ab"]
+    order = nearest(space, candidate_of("u", {"m": 128, "form": "b", "other": 3}))
+    assert [c.settings["m"] for c in order[:2]] == [64, 256] and order[0].settings["form"] == "b"
+
+
+def test_cells_of_operators_by_name_size_or_both(tmp_path):
+    from operators import operator_units
+
+    args = Namespace(device="cpu", out=tmp_path / "rows.csv", cells="bias_norm")
+    assert operator_units(args) == ["bias_norm/1x128x256", "bias_norm/1x512x256"]
+    args.cells = "1x128x256"
+    assert len(operator_units(args)) == 3
+    args.cells = "1x128"
+    with pytest.raises(SystemExit, match="no cell 1x128; cells: bias_norm"):
+        operator_units(args)
+
+
+# -- attention cells -------------------------------------------------------------------------------
+
+
+def test_grids_name_every_cell_once():
+    from cases import DENSE_LIMIT, GRIDS
+
+    for cells in GRIDS.values():
+        assert len({cell.name for cell in cells}) == len(cells)
+    assert len(GRIDS["table2"]) + len(GRIDS["mha"]) == 3 * 6 * 4  # Figures 9 and 10
+    assert not {c.name for c in GRIDS["table2"]} & {c.name for c in GRIDS["mha"]}
+    assert max(c.seq for c in GRIDS["long"]) == 2**20 > DENSE_LIMIT
+    assert {c.head_dim for c in GRIDS["headdims"]} == {64, 80, 96, 128, 192, 256}
+
+
+@pytest.mark.parametrize("mask", ["causal", "sliding", "longformer", "bigbird"])
+def test_rows_of_a_long_mask_and_its_answer(mask):
+    import timing
+    from cases import dense_mask, keep_rows, make_inputs, table2_cell
+
+    cell = table2_cell(1, 257, mask, heads=2, head_dim=8, dtype="float32")
+    keep, rows = dense_mask(cell, CPU), timing.choose_rows(257, 3, CPU, 10)
+    assert {0, 256} <= set(rows.tolist())
+    assert torch.equal(keep_rows(cell, rows), keep[rows])
+    inputs = make_inputs(cell, CPU, torch.Generator().manual_seed(0))
+    whole = timing.oracle(*inputs, keep, [(0, 1)])
+    some = timing.oracle(*inputs, keep[rows], [(0, 1)], rows)
+    torch.testing.assert_close(some, whole[:, rows])
+    picked = timing.pick_planes(whole[None], [(0, 0)], rows)
+    torch.testing.assert_close(picked, some)
+
+
+def test_random_tiles_and_densities_without_the_matrix():
+    from cases import dense_mask, densities, keep_rows, random_tile_table, table2_cell
+
+    cell = table2_cell(1, 512, "bigbird")
+    keep = dense_mask(cell, CPU)
+    assert densities(cell, None, CPU) == pytest.approx(densities(cell, keep, CPU))
+    table, regular = random_tile_table(cell, CPU), table2_cell(1, 512, "longformer")
+    extra = keep & ~keep_rows(regular, torch.arange(512))
+    assert torch.equal(table.repeat_interleave(64, 0).repeat_interleave(64, 1), extra)
+
+
+def test_a_peer_that_takes_the_mask_as_a_matrix_is_missing_where_it_is_too_long():
+    from cases import GRIDS
+    from peers import PeerMissingError, Setup, chosen_variants
+
+    cell = next(c for c in GRIDS["long"] if c.seq == 262144)
+    setup = Setup(cell, CPU, None, Path())
+    (variant,) = chosen_variants(cell, CPU, ["sdpa_mask/compiled"])
+    with pytest.raises(PeerMissingError, match="as a matrix, here of 64 GiB"):
+        variant.build(setup)
+    assert [v.name for v in chosen_variants(cell, CPU, ["flex_expert"])] == ["b32", "b64"]
+
+
+def test_several_grids_go_to_files_of_their_own(monkeypatch, tmp_path):
+    import driver
+
+    seen = []
+
+    def run(args):
+        seen.append((args.grid, args.out, args.resume))
+        return 1
+
+    monkeypatch.setattr(driver, "run_command", run)
+    args = Namespace(command="attention", grid="table2,long", out=None, budget=9.0, resume=False)
+    assert driver.drive(args) == 2
+    args.out = tmp_path / "rows.csv"
+    driver.drive(args)
+    assert seen == [
+        ("table2", None, False),
+        ("long", None, False),
+        ("table2", args.out, False),  # the second grid adds to the file of the first
+        ("long", args.out, True),
+    ]
+
+
+def test_head_dims_without_a_ceiling_get_one(tmp_path, monkeypatch):
+    import roofline
+
+    known = roofline.Ceilings("GPU", 4.0, 700.0, {"64": 500.0}, {"64": "there"})
+    monkeypatch.setattr(roofline, "device_name", lambda device: "GPU")
+    monkeypatch.setattr(roofline, "measure_ceilings", lambda device: known)
+    monkeypatch.setattr(roofline, "_dense_attention", lambda *_: (400.0, "cuDNN"))
+    path, cuda = tmp_path / "c.json", torch.device("cuda")
+    assert roofline.load_ceilings(path, cuda).attention_tflops == {"64": 500.0}
+    assert roofline.load_ceilings(path, cuda, 96).rate(96) == 400e12
+    assert roofline.read_ceilings(path).attention_tflops == {"64": 500.0, "96": 400.0}
+
+
+# -- the papers ------------------------------------------------------------------------------------
+
+
+def command_line(*words):
+    import run
+
+    return run.parser().parse_args(["paper", *words])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_parts_are_commands_that_exist(device, quick, tmp_path):
+    import paper
+    import run
+    from cases import GRIDS, select_cells
+    from models import model_names
+    from ways import chosen_ways
+
+    parts = (paper.quick_parts if quick else paper.full_parts)(device)
+    files = [part.name for part in parts if not part.adds]
+    assert len(files) == len(set(files))
+    for part in parts:
+        assert part.command in run.COMMANDS
+        if "grid" in part.given:
+            assert select_cells(GRIDS[part.given["grid"]], part.given.get("cells"))
+        if part.command == "e2e":
+            names = model_names(part.given["model"], False)
+            for name in names:
+                ways = chosen_ways(torch.device(device), name, "1x128", part.given.get("peers"))
+                assert ways
+    told = " ".join(part.shows for part in parts)
+    for shown in ("Table 2", "9 and 10", "11", "12", "13", "Table 4", "3 and 4", "Graph", "long"):
+        assert shown in told
+
+
+def test_parts_run_in_order_with_one_budget(monkeypatch, tmp_path):
+    import driver
+    import paper
+
+    seen = []
+    clock = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(paper, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(paper, "run_command", lambda a: seen.append(Namespace(**vars(a))) or 0)
+    monkeypatch.setattr(paper, "pending_units", lambda args: [])
+    monkeypatch.setattr(paper, "write_folder", lambda folder: None)
+    args = command_line("--device", "cpu", "--out", str(tmp_path), "--budget", "1000", "--quick")
+    assert driver.drive(args) == 0
+    assert [one.command for one in seen[:2]] == ["density", "operators"]
+    assert seen[0].out == tmp_path / "density-cpu.csv" and seen[0].seed == seen[1].seed
+    assert [one.budget for one in seen] == sorted((one.budget for one in seen), reverse=True)
+    assert len(seen) < len(paper.quick_parts("cpu"))  # the budget ended it
+    assert not any(one.resume for one in seen if one.out.stem != "e2e-cpu")
+
+
+def test_the_default_folder_of_a_quick_run_holds_no_results():
+    import paper
+
+    assert paper.out_folder(Namespace(out=None, quick=False, device="cpu")).name == "results"
+    quick = paper.out_folder(Namespace(out=None, quick=True, device="cpu"))
+    assert quick.parts[-2:] == ("out", "quick-cpu")  # .gitignore has bench/out
+
+
+def test_the_density_table_runs(tmp_path, capsys):
+    import run
+
+    out = tmp_path / "density-cpu.csv"
+    assert run.main(["density", "--device", "cpu", "--out", str(out), "--worker", "masks"]) == 0
+    found = {r["cell"]: float(r["sparsity_percent"]) for r in rows_of(out)}
+    assert found == pytest.approx(
+        {"causal": 49.951, "sliding": 93.753, "longformer": 87.799, "bigbird": 80.768}, abs=1e-3
+    )
+
+
+def test_scipy_is_found_or_not(monkeypatch):
+    import significance
+
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.delitem(sys.modules, "scipy.stats", raising=False)
+    assert significance.scipy_stats() is None
