@@ -311,7 +311,8 @@ def pending_units(args: argparse.Namespace) -> list[Unit]:
     else:
         return [Unit("ceilings", 1)]
     done = {row["cell"] for row in read_rows(args.out)}
-    return [Unit(name, 1) for name in steps(args) if name not in done]
+    names = [n for n in steps(args) if not args.cells or n in args.cells.split(",")]
+    return [Unit(name, 1) for name in names if name not in done]
 
 
 def _attention_units(args: argparse.Namespace) -> list[Unit]:

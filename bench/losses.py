@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Loss:
     @property
     def ratio(self) -> float:
         """Time of the peer over STOF's, below 1."""
-        return self.peer_us / self.stof_us
+        return self.peer_us / self.stof_us if self.stof_us else math.inf
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ def _passes(group: Group) -> Losses:
     pairs = []
     for row in group.rows:
         other = base.get((row["model"], row["cell"]))
-        if row["pipeline"] != "baseline" and other is not None and row["mean_us"]:
-            peer = "torch.compile" + ("" if row["verdict"] == "loss" else ", not significant")
+        if row["verdict"] in ("win", "loss", "neutral") and other is not None:
+            mean_us = number(row, "mean_us") if row["verdict"] == "loss" else 0.0  # else no loss
             name = f"{row['model']} {row['cell']} {row['pipeline']}"
-            pairs.append(Loss(name, number(row, "mean_us"), number(other, "mean_us"), peer))
-    return _losses(f"Passes on a model without a mask (`{group.name}`), means", pairs)
+            pairs.append(Loss(name, mean_us, number(other, "mean_us"), "torch.compile"))
+    return _losses(f"Pipelines without a mask (`{group.name}`), significantly slower", pairs)
 
 
 def _compiling(group: Group) -> Losses:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import timing
 import torch
 from machine import conditions
 from results import append_row, log_event, read_rows, say
@@ -164,10 +165,11 @@ def run_operator(args: argparse.Namespace, device: torch.device) -> None:
     templates = [t for t in TEMPLATES if facts.kind in t.device_kinds]
     budget = Budget(args.tune_budget)
     bench = DeviceBench(templates, facts, device, TrialTable(None), budget, args.seed)
-    try:
-        row = measure(problem, bench, args.seed, (args.out, args.worker))
-    finally:
-        bench.release()
+    with timing.own_caches(args.caches, "operators"):
+        try:
+            row = measure(problem, bench, args.seed, (args.out, args.worker))
+        finally:
+            bench.release()
     known = {"operator": operator, "batch": batch, "seq": seq, "hidden": hidden}
     row |= {"cell": args.worker, **known, "dtype": str(dtype).removeprefix("torch.")}
     append_row(args.out, FIELDS, {**row, **conditions(device)})

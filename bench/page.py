@@ -10,7 +10,7 @@ import tables
 from gather import Group, csv_files, groups, is_gpu, kind_of
 from losses import all_losses, loss_lines, rows_text
 from plot import pictures_of
-from results import log_path, read_rows, say
+from results import read_rows, say
 from stats import Row
 
 HERE = Path(__file__).resolve().parent
@@ -18,14 +18,17 @@ RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PICTURES = PAGE.parent / "img"
 
-HEAD = """# Where STOF stands
-
+OF_RESULTS = """\
 Made by `python bench/run.py page` from the CSV files of `bench/results`; do not edit it.
 [Benchmarks](../bench/README.md) says how each figure is made and what the peers are,
-[Results](../bench/results/README.md) what is to be known about single files. Times on a GPU are
-medians of CUDA-graph replay if a column does not say otherwise, on a CPU of plain calls. A peer
-counts with its best correct setting in each cell. Every row was compared with fp64 first; the error
-of STOF's row stands last."""
+[Results](../bench/results/README.md) what is to be known about single files."""
+OF_A_RUN = """\
+Made by `python bench/run.py paper` from the CSV files beside it. In a quick run STOF has seconds
+for tuning and the peers have few settings: its times are no results."""
+READING = """\
+Times on a GPU are medians of CUDA-graph replay if a column does not say otherwise, on a CPU of
+plain calls. A peer counts with its best correct setting in each cell. Every row was compared with
+fp64 first; the error of STOF's row stands in the last columns."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def render(folder: Path, pictures: str = "img") -> str:
         pictures: the folder of the pictures as the page links to it.
     """
     held = groups(folder)
-    lines = [HEAD, "", "## Where STOF loses", ""]
+    origin = OF_RESULTS if folder == RESULTS else OF_A_RUN
+    lines = ["# Where STOF stands", "", origin, "", READING, "", "## Where STOF loses", ""]
     told = loss_lines(all_losses(held))
     lines += told or ["Nothing is measured yet."]
     missing = []
@@ -166,11 +170,11 @@ def _pictures(section: Section, group: Group, folder: str) -> list[str]:
 def _missing_peers(folder: Path) -> list[str]:
     """What the logs say was not there, once for each reason."""
     found: dict[tuple[str, str, str], int] = {}
-    for path in csv_files(folder):
-        for row in read_rows(log_path(path)):
+    for path in sorted(folder.glob("*.log.csv")):
+        for row in read_rows(path):
             if row["kind"] == "missing":
                 reason = (row["reason"].splitlines() or [""])[0]
-                key = (path.name, row["peer"], reason)
+                key = (path.name.replace(".log.csv", ".csv"), row["peer"], reason)
                 found[key] = found.get(key, 0) + 1
     lines = [f"* `{name}`: {peer}, {reason} ({count} lines)"
              for (name, peer, reason), count in found.items()]  # fmt: skip

@@ -46,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument(
         "--cells",
-        help="attention: comma-separated BxS, mask or BxS/mask; e2e, tuning, accuracy: any "
-        "BxS; operators: any of an operator, BxSxH and both with a slash; default all",
+        help="attention: comma-separated BxS, mask or BxS/mask; e2e, tuning, accuracy, passes: any "
+        "BxS; operators: an operator, BxSxH or both with a slash; mask, overhead: steps; default "
+        "all",
     )
     parsed.add_argument(
         "--peers",

@@ -78,8 +78,9 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
         f"{first['device']} · torch {first['torch']} · triton {first['triton']} · stof "
         f"{first['stof']} · {time_field}, ms",
         f"{'cell':21s} {'dens':>5s} {'SDPA+mask':>9s} {'flex dflt':>9s} {'expert':>9s} "
-        f"{'cuDNN':>9s} {'best peer':>9s} {'STOF':>9s} {'ratio':>6s} {'floor%':>6s}  best peer's "
-        "setting / STOF's choice",
+        f"{'cuDNN':>9s} {'best peer':>9s} {'STOF':>9s} {'ratio':>6s} {'elem%':>5s} {'tile%':>5s} "
+        f"{'rms err':>7s} {'MiB':>7s}  best peer's setting / STOF's choice (floors' shares of its "
+        "time, its error and memory)",
     ]
     for cell, group in by_cell(rows).items():
         stof = best_of(group, ("stof",), time_field)
@@ -89,15 +90,16 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
             for peers in (("sdpa_mask",), ("flex_default",), EXPERT_PEERS, ("cudnn",))
         ]
         ours = [r for r in group if r["peer"] == "stof"]
-        detail = min(ours, key=lambda r: number(r, time_field))["detail"] if ours else "MISSING"
-        share = (
-            number(group[0], "tile_floor_us") / stof.median_us if stof is not None else float("nan")
-        )
+        fastest = min(ours, key=lambda r: number(r, time_field)) if ours else {}
+        took = stof.median_us if stof is not None else math.nan
+        shares = [100 * number(group[0], f"{f}_floor_us") / took for f in ("element", "tile")]
         setting = f"{peer.peer} {peer.variant}" if peer is not None else "-"
         times = " ".join(f"{_ms(best):>9s}" for best in (*shown, peer, stof))
         lines.append(
             f"{cell:21s} {number(group[0], 'density'):5.3f} {times} {_ratio(peer, stof):6.2f} "
-            f"{100 * share:6.0f}  {setting} / {detail}"
+            f"{shares[0]:5.0f} {shares[1]:5.0f} {number(fastest, 'rms_rel'):7.1e} "
+            f"{number(fastest, 'peak_bytes') / 2**20:7.0f}  {setting} / "
+            f"{fastest.get('detail', 'MISSING')}"
         )
     return "\n".join([*lines, means(rows, time_field)])
 
