@@ -24,7 +24,7 @@ VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "getitem", "expand", "unsqueeze", "squeeze",
         "narrow", "slice", "flatten", "unflatten", "chunk", "split", "unbind", "t", "contiguous",
-        "select", "expand_as", "view_as", "detach",
+        "select", "expand_as", "view_as", "detach", "log_api_usage_once",
     }
 )  # fmt: skip
 """Operations that compute nothing; the picture leaves them out."""

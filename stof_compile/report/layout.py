@@ -94,7 +94,9 @@ def _rows(
     graph.add_edges_from((a, b) for a, b in edges if a in inside and b in inside)
     where = dict(place)
     rows: list[list[int]] = []
-    for generation in nx.topological_generations(graph):
+    # as late as possible: what makes a mask or angles stands above its reader, not at the top
+    late = reversed(list(nx.topological_generations(graph.reverse(copy=False))))
+    for generation in late:
         ordered = sorted(generation, key=lambda n: (_barycentre(n, edges, where), n))
         for start in range(0, len(ordered), MOST_ABREAST):
             row = ordered[start : start + MOST_ABREAST]

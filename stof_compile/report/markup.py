@@ -17,7 +17,7 @@ SPELLED = {
     "view_box": "viewBox",
     "preserve_aspect_ratio": "preserveAspectRatio",
 }
-VOID = frozenset({"meta", "link", "br", "hr", "col"})
+VOID = frozenset({"meta", "link", "br", "hr", "col", "wbr"})
 Child = str | float | int | Markup | None
 
 

@@ -64,8 +64,9 @@ def _decision(decision: Decision) -> Markup:
             )
         )
     head = ("kernel", "outcome", "time", "20th to 80th percentile", "", "reason")
-    first = table(head, rows[:CANDIDATES], f"candidates for {name}", ("time",))
-    rest = None
+    first = rest = None
+    if rows:
+        first = table(head, rows[:CANDIDATES], f"candidates for {name}", ("time",))
     if rows[CANDIDATES:]:
         more = table(head, rows[CANDIDATES:], f"more candidates for {name}", ("time",))
         rest = el("details", el("summary", f"{len(rows) - CANDIDATES} more candidates"), more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from stof_compile.dump import SiteRecord
@@ -31,7 +32,7 @@ def sites_section(report: GraphReport) -> Markup:
                 _density(density),
                 el(
                     "td",
-                    in_package(site.source),
+                    _breakable(in_package(site.source)),
                     *(el("div", note) for note in site.notes),
                     cls="place",
                 ),
@@ -61,6 +62,11 @@ def sites_section(report: GraphReport) -> Markup:
             remark,
         )
     )
+
+
+def _breakable(place: str) -> Markup:
+    """A path that breaks behind its folders rather than anywhere."""
+    return join(re.split(r"(?<=[/_])(?=\w)", place), el("wbr"))
 
 
 def _density(density: float | None) -> Markup:

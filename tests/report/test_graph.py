@@ -132,3 +132,12 @@ def test_nothing_overlaps_in_a_picture(graphs):
 
 def test_a_graph_without_operations_has_a_picture():
     assert layout(fold(read_graph("captured", "n = 1"))).boxes == ()
+
+
+def test_what_makes_a_mask_stands_above_its_reader_not_at_the_top():
+    text = "class GraphModule(torch.nn.Module):\n    def forward(self, x):\n"
+    for line in ("n = torch.arange(4)", "a = torch.exp(x)", "b = torch.sin(a)", "c = torch.cos(b)"):
+        text += f"        {line}\n"
+    folded = fold(read_graph("captured", text + "        d = torch.add(c, n)\n"))
+    height = {node.label: box.y for node, box in zip(folded.nodes, layout(folded).boxes)}
+    assert height["exp"] < height["sin"] < height["arange"] == height["cos"] < height["add"]
