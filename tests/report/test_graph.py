@@ -139,5 +139,6 @@ def test_what_makes_a_mask_stands_above_its_reader_not_at_the_top():
     for line in ("n = torch.arange(4)", "a = torch.exp(x)", "b = torch.sin(a)", "c = torch.cos(b)"):
         text += f"        {line}\n"
     folded = fold(read_graph("captured", text + "        d = torch.add(c, n)\n"))
-    height = {node.label: box.y for node, box in zip(folded.nodes, layout(folded).boxes)}
+    boxes = layout(folded).boxes
+    height = {node.label: box.y for node, box in zip(folded.nodes, boxes, strict=True)}
     assert height["exp"] < height["sin"] < height["arange"] == height["cos"] < height["add"]
