@@ -39,8 +39,9 @@ from stof_compile import zoo
 FIELDS = (
     "cell", "model", "batch", "seq", "dtype", "pipeline", "changes", "samples", "rounds", "method",
     "mean_us", "sd_us", "median_us", "p5_us", "p95_us", "speedup", "t", "dof", "p", "p_holm",
-    "round_t", "round_p", "effect_d", "verdict", "round_means_us", "max_rel", "rms_rel", "detail",
-    "device", "torch", "triton", "transformers", "scipy", "stof", "date",
+    "round_t", "round_p", "effect_d", "verdict", "tested_by", "round_means_us",
+    "max_rel", "rms_rel", "detail",
+    "device", "torch", "triton", "transformers", "stof", "date",
 )  # fmt: skip
 PIPELINES = ("baseline", "fuse_transpose", "qkv", "attention_only", "fusion_only", "all")
 SHAPE = "1x128"  # of the write-up
@@ -113,7 +114,6 @@ def run_passes(args: argparse.Namespace, device: torch.device) -> None:
         "dtype": str(dtype).removeprefix("torch."),
         **conditions(device),
         "transformers": version_of("transformers"),
-        "scipy": version_of("scipy"),
     }
     rounds = dict(zip((p.name for p in timed), taken, strict=True))
     tests = tested(rounds, args.out, args.worker)
@@ -133,10 +133,7 @@ def run_passes(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def tested(rounds: dict[str, list[list[float]]], out: Path, cell: str) -> dict[str, dict]:
-    """The columns of the tests of each pipeline against the baseline.
-
-    Without scipy a speedup only, and a line of the log.
-    """
+    """The columns of the tests of each pipeline against the baseline."""
     base = rounds.get("baseline")
     others = [name for name in rounds if name != "baseline"]
     if base is None or not others:
@@ -144,9 +141,7 @@ def tested(rounds: dict[str, list[list[float]]], out: Path, cell: str) -> dict[s
     stats = significance.scipy_stats()
     if stats is None:
         log_event(out, cell, "scipy", "-", "missing", significance.MISSING)
-        own = fmean(x for r in base for x in r)
-        return {name: {"speedup": own / fmean(x for r in rounds[name] for x in r)}
-                for name in others}  # fmt: skip
+    tested_by = significance.OWN if stats is None else f"scipy {version_of('scipy')}"
     found = {name: significance.difference(base, rounds[name], stats) for name in others}
     corrected = significance.holm([found[name].p for name in others])
     return {
@@ -155,6 +150,7 @@ def tested(rounds: dict[str, list[list[float]]], out: Path, cell: str) -> dict[s
                 "speedup", "t", "dof", "p", "round_t", "round_p", "effect_d"
             )},
             "p_holm": p,
+            "tested_by": tested_by,
             "verdict": significance.verdict(found[name], p),
         }
         for name, p in zip(others, corrected, strict=True)

@@ -2,7 +2,8 @@
 
     d = (m1 - m2) / sqrt((s1^2 + s2^2) / 2)                                     (Cohen)
 
-scipy belongs to the extra ``bench``; STOF itself does without it (``stof_compile/compare.py``).
+scipy belongs to the extra ``bench``. Where it is missing, the tests are those of
+``stof_compile/compare.py``, which has the same formulas; the rows say by which they were tested.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
-from stof_compile.compare import ALPHA, MIN_EFFECT, ROUND_ALPHA
+from stof_compile.compare import ALPHA, MIN_EFFECT, ROUND_ALPHA, TTest, paired, welch
 
-MISSING = "scipy is not installed, so nothing is tested: pip install 'stof-compile[bench]'"
+OWN = "stof_compile.compare"
+MISSING = f"scipy is not installed, tested by {OWN}: pip install 'stof-compile[bench]'"
 Rounds = Sequence[Sequence[float]]
 
 
@@ -48,31 +50,34 @@ def scipy_stats() -> Any | None:
         return None
 
 
-def difference(base: Rounds, new: Rounds, stats: Any) -> Difference:
+def difference(base: Rounds, new: Rounds, stats: Any | None) -> Difference:
     """Test two pipelines that were timed in turns; round i of both was taken together.
 
     Args:
-        stats: :func:`scipy_stats`.
+        stats: :func:`scipy_stats`; None = the tests of ``stof_compile/compare.py``.
     """
     a, b = list(chain.from_iterable(base)), list(chain.from_iterable(new))
-    a_means, b_means = [fmean(r) for r in base], [fmean(r) for r in new]
-    t, dof, p = _tested(stats.ttest_ind, a, b, equal_var=False)
-    round_t, _, round_p = _tested(stats.ttest_rel, a_means, b_means)
-    return Difference(fmean(a) / fmean(b), t, dof, p, round_t, round_p, effect_size(a, b))
+    all_of_it = _welch(a, b, stats)
+    rounds = _paired([fmean(r) for r in base], [fmean(r) for r in new], stats)
+    return Difference(
+        fmean(a) / fmean(b), all_of_it.t, all_of_it.dof, all_of_it.p, rounds.t, rounds.p,
+        effect_size(a, b),
+    )  # fmt: skip
 
 
-def _tested(
-    test: Any, a: Sequence[float], b: Sequence[float], **given: Any
-) -> tuple[float, float, float]:
-    """t, degrees of freedom and p; without any variance p is 1 for equal means, else 0."""
-    differences = [x - y for x, y in zip(a, b, strict=True)] if not given else [*a, *b]
-    constant = len(set(differences)) == 1 or (given and len(set(a)) == len(set(b)) == 1)
-    if constant:
-        gap = fmean(a) - fmean(b)
-        dof = len(a) - 1 + (len(b) - 1 if given else 0)
-        return (0.0, dof, 1.0) if gap == 0 else (math.copysign(math.inf, gap), dof, 0.0)
-    found = test(a, b, **given)
-    return float(found.statistic), float(found.df), float(found.pvalue)
+def _welch(a: Sequence[float], b: Sequence[float], stats: Any | None) -> TTest:
+    if stats is None or len(set(a)) == len(set(b)) == 1:  # scipy has no p without any variance
+        return welch(fmean(a), stdev(a), len(a), fmean(b), stdev(b), len(b))
+    found = stats.ttest_ind(a, b, equal_var=False)
+    return TTest(float(found.statistic), float(found.df), float(found.pvalue))
+
+
+def _paired(a: Sequence[float], b: Sequence[float], stats: Any | None) -> TTest:
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    if stats is None or len(set(differences)) == 1:
+        return paired(differences)
+    found = stats.ttest_rel(a, b)
+    return TTest(float(found.statistic), float(found.df), float(found.pvalue))
 
 
 def effect_size(a: Sequence[float], b: Sequence[float]) -> float:

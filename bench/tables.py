@@ -199,12 +199,12 @@ def passes_table(group: Group) -> list[str]:
         "p of rounds", "Cohen's d", "verdict", "rms error",
     )  # fmt: skip
     first = next((r for r in group.rows if r["samples"]), None)
-    note = (
-        f"{first['samples']} samples in {first['rounds']} rounds, {first['method']}; "
-        if first
-        else ""
-    )
-    return [f"{note}dtype {group.rows[0]['dtype']}.", "", *table(head, rows)]
+    note = f"dtype {group.rows[0]['dtype']}"
+    if first is not None:
+        note += f"; {first['samples']} samples in {first['rounds']} rounds, {first['method']}"
+    by = sorted({r["tested_by"] for r in group.rows if r["tested_by"]})
+    note += f"; tested by {', '.join(by)}" if by else ""
+    return [f"{note}.", "", *table(head, rows)]
 
 
 def mask_table(group: Group) -> list[str]:

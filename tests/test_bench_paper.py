@@ -54,10 +54,10 @@ def test_welch_as_stof_itself_has_it():
 def test_samples_without_any_variance(other, p, t):
     import significance
 
-    stats = SimpleNamespace(ttest_ind=None, ttest_rel=None)  # not asked
-    found = significance.difference([[2.0] * 4] * 3, [[other] * 4] * 3, stats)
-    assert (found.p, found.round_p, found.t) == (p, p, t)
-    assert significance.verdict(found, found.p) == ("win" if t else "neutral")
+    for stats in (None, SimpleNamespace(ttest_ind=None, ttest_rel=None)):  # scipy is not asked
+        found = significance.difference([[2.0] * 4] * 3, [[other] * 4] * 3, stats)
+        assert (found.p, found.round_p, found.t) == (p, p, t)
+        assert significance.verdict(found, found.p) == ("win" if t else "neutral")
 
 
 def test_holm_corrects_by_rank_and_decides_as_stof_does():
@@ -93,13 +93,15 @@ def test_rounds_run_forwards_and_backwards():
     assert [len(r) for r in (*first, *second)] == [4, 4, 4, 4]
 
 
-def test_without_scipy_there_are_speedups_and_a_clear_line(tmp_path, monkeypatch, capsys):
+def test_without_scipy_the_own_tests_stand_in_and_a_line_says_so(tmp_path, monkeypatch, capsys):
     import passes
     import significance
 
     monkeypatch.setattr(significance, "scipy_stats", lambda: None)
-    rounds = {"baseline": [[2.0, 4.0]], "qkv": [[1.0, 2.0]]}
-    assert passes.tested(rounds, tmp_path / "rows.csv", "m/1x128") == {"qkv": {"speedup": 2.0}}
+    rounds = {"baseline": drawn(10.5, 1.2, 1), "qkv": drawn(10.0, 1.0, 2)}
+    found = passes.tested(rounds, tmp_path / "rows.csv", "m/1x128")["qkv"]
+    assert found["verdict"] == "win" and found["p_holm"] == found["p"] < 1e-3
+    assert found["tested_by"] == "stof_compile.compare"
     assert "scipy is not installed" in capsys.readouterr().err
     (line,) = rows_of(tmp_path / "rows.log.csv")
     assert line["kind"] == "missing" and "stof-compile[bench]" in line["reason"]
