@@ -132,14 +132,14 @@ def run_paper(args: argparse.Namespace) -> int:
         failed += run_command(one)
         one.resume = True
         told.append((part, len(pending_units(one)), time.monotonic() - began))
-    if args.quick or args.out is not None:
-        write_folder(folder)
     for part, left, seconds in told:
         state = "not begun" if left < 0 else f"{left} cells left" if left else "complete"
         say(f"  {part.shows:22s} {part.command:10s} {state:12s} {seconds:5.0f} s")
     if any(left for _, left, _ in told):
         say("run it again with --resume for the rest")
     say(f"{time.monotonic() - started:.0f} s in all; rows in {folder}")
+    if args.quick or args.out is not None:
+        write_folder(folder)
     return min(failed, 100)
 
 

@@ -202,7 +202,7 @@ def passes_table(group: Group) -> list[str]:
     note = f"dtype {group.rows[0]['dtype']}"
     if first is not None:
         note += f"; {first['samples']} samples in {first['rounds']} rounds, {first['method']}"
-    by = sorted({r["tested_by"] for r in group.rows if r["tested_by"]})
+    by = sorted({r["tested_by"] for r in group.rows if r.get("tested_by")})
     note += f"; tested by {', '.join(by)}" if by else ""
     return [f"{note}.", "", *table(head, rows)]
 
