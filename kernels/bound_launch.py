@@ -60,6 +60,8 @@ class Repeat:
         self._descriptors = [_with(a, base=None) for a in arguments if not isinstance(a, int)]
         self._rest = [*(a for a in arguments if isinstance(a, int)), *constants]
         self._device = torch.cuda.current_device()
+        self._direct = _direct_launch(compiled)
+        self._encoded: dict[tuple[int, int], Sequence[Any]] = {}  # by place and address
 
     @property
     def here(self) -> bool:
@@ -75,17 +77,72 @@ class Repeat:
         """
         from triton import knobs
 
-        placed = zip(self._descriptors, bases, strict=True)
-        values = [*(_with(d, base=base) for d, base in placed), *self._rest]
         compiled = self._compiled
         hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         heard = any(getattr(hook, "calls", hook) for hook in hooks)  # by a profiler
         if heard or compiled.function is None:  # not loaded: where launches are switched off
-            compiled[self._programs, 1, 1](*values)
+            compiled[self._programs, 1, 1](*self._placed(bases), *self._rest)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        place = self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata
-        compiled.run(*place, None, None, None, *values)
+        place = self._programs, 1, 1, stream, compiled.function
+        if self._direct is None:
+            values = *self._placed(bases), *self._rest
+            compiled.run(*place, compiled.packed_metadata, None, None, None, *values)
+            return
+        encoded = []
+        for number, base in enumerate(bases):
+            encoded += self._encode(number, base)
+        start, how, _ = self._direct
+        start(
+            *place, *how, None, None, compiled.packed_metadata, None, None, None,
+            *encoded, *self._rest,
+        )  # fmt: skip
+
+    def _placed(self, bases: Sequence[Tensor]) -> list[Any]:
+        placed = zip(self._descriptors, bases, strict=True)
+        return [_with(descriptor, base=base) for descriptor, base in placed]
+
+    def _encode(self, number: int, base: Tensor) -> Sequence[Any]:
+        """A descriptor as the GPU reads it. Its address is all that is new: an allocator gives the
+        same ones again and again.
+        """
+        address = base.data_ptr()
+        known = self._encoded.get((number, address))
+        if known is None:
+            assert self._direct is not None, "asked for where descriptors are encoded by us"
+            if len(self._encoded) >= _MOST:
+                self._encoded.clear()
+            known = self._direct[2](number, _with(self._descriptors[number], base=base))
+            self._encoded[number, address] = known
+        return known
+
+
+def _direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """Triton 3.6's launcher below the step that encodes descriptors at every launch.
+
+    Returns:
+        The launcher; its arguments between the function and the scratch memory, which there is
+        none of; and (number, descriptor) -> what stands for a descriptor in the arguments. None
+        where Triton is made otherwise, or the kernel wants scratch memory.
+    """
+    run = compiled.run
+    step = getattr(run, "launch", None)
+    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        scratch = run.global_scratch_size, run.profile_scratch_size
+        how = run.launch_cooperative_grid, run.launch_pdl
+        arguments = make_tensordesc_arg.__code__.co_argcount
+    except (ImportError, AttributeError):
+        return None
+    if not {"launcher", "tensordesc_meta"} <= set(names) or any(scratch) or arguments != 2:
+        return None
+    held = dict(zip(names, (cell.cell_contents for cell in step.__closure__), strict=True))
+    facts = held["tensordesc_meta"]
+    if not facts or None in facts:
+        return None
+    return held["launcher"], how, lambda number, d: make_tensordesc_arg(d, facts[number])
 
 
 def _with(descriptor: Any, **changed: Any) -> Any:

@@ -1,5 +1,7 @@
 """Launches past Triton's binder: only of what was compiled for such arguments."""
 
+import itertools
+
 import pytest
 import torch
 from stof_compile.kernels import bound_launch
@@ -199,3 +201,74 @@ def test_launches_with_plain_tensors_are_not_repeated():
     kernel, data = Kernel(), torch.empty(16)
     results = [launch(kernel, 7, [descriptor(), data, 32], CONSTANTS, OPTIONS) for _ in range(2)]
     assert results == [None, None]
+
+
+# -- Triton 3.6: descriptors encoded once for an address ---------------------------------------
+
+
+def launcher_of_3_6(launcher, tensordesc_meta):
+    """The step above Triton 3.6's launcher, as its closure shows it."""
+
+    def inner(*values):
+        return launcher(*values, tensordesc_meta)
+
+    return inner
+
+
+class Direct(Launched):
+    """A compiled form with the launcher of Triton 3.6."""
+
+    def __init__(self, scratch=0, facts=("facts of one", "facts of two")):
+        super().__init__()
+        self.started = []
+        self.run = type("Run", (), {"__call__": lambda _, *values: self.direct.append(values)})()
+        self.run.launch = launcher_of_3_6(lambda *values: self.started.append(values), facts)
+        self.run.global_scratch_size, self.run.profile_scratch_size = scratch, 0
+        self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+
+
+@pytest.fixture
+def encoded(hooks, monkeypatch):
+    """Descriptors that were encoded."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    made = []
+
+    def make_tensordesc_arg(arg, metadata):
+        made.append((arg.base.data_ptr(), metadata))
+        return [f"map {len(made)}", *arg.shape, *arg.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make_tensordesc_arg)
+    return made
+
+
+def test_descriptors_are_encoded_once_for_an_address(encoded):
+    compiled = Direct()
+    *_, again = repeated(compiled)
+    one, two, other = (torch.zeros(128, 64, dtype=torch.float16) for _ in range(3))
+    for bases in ((one, two), (one, other), (one, two)):
+        again(*bases)
+    assert not compiled.direct
+    place = (7, 1, 1, 77, "function", False, True, None, None, "metadata", None, None, None)
+    maps = [("map 1", "map 2"), ("map 1", "map 3"), ("map 1", "map 2")]
+    for values, (first, second) in zip(compiled.started, maps, strict=True):
+        assert values[:13] == place
+        assert values[13:] == (first, 128, 64, 64, 1, second, 64, 64, 64, 1, 32, 5, 64)
+    wanted = [(one, "facts of one"), (two, "facts of two"), (other, "facts of two")]
+    assert encoded == [(base.data_ptr(), facts) for base, facts in wanted]
+
+
+def test_few_addresses_are_remembered(encoded, monkeypatch):
+    monkeypatch.setattr(bound_launch, "_MOST", 3)
+    *_, again = repeated(Direct())
+    bases = [torch.zeros(128, 64, dtype=torch.float16) for _ in range(8)]
+    for one, two in itertools.pairwise(bases):
+        again(one, two)
+        assert len(again._encoded) <= 3
+
+
+@pytest.mark.parametrize("changes", [{"scratch": 64}, {"facts": (None, None)}, {"facts": ()}])
+def test_other_launchers_encode_by_themselves(encoded, changes):
+    compiled = Direct(**changes)
+    *_, again = repeated(compiled)
+    again(torch.zeros(128, 64), torch.ones(64, 64))
+    assert not encoded and not compiled.started and len(compiled.direct) == 1
