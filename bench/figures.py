@@ -29,13 +29,16 @@ def bars(
     width = 0.8 / max(1, len(series))
     for index, (name, values) in enumerate(series.items()):
         at = [i + (index + 0.5) * width for i, v in enumerate(values) if math.isfinite(v)]
-        axes.bar(at, [v for v in values if math.isfinite(v)], width, label=name)
-        if not at:
-            axes.text(0.5, 0.5 - 0.08 * index, f"no {name}", ha="center", transform=axes.transAxes)
+        if at:
+            axes.bar(at, [v for v in values if math.isfinite(v)], width, label=name)
+        else:
+            axes.text(0.5, 0.6, f"missing: {name}", ha="center", transform=axes.transAxes)
     axes.set_xticks([i + 0.4 for i in range(len(names))], names, rotation=60, ha="right",
                     fontsize="small")  # fmt: skip
+    axes.set_xlim(-0.2, max(1, len(names)))
     axes.set_ylabel(label)
-    axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
 
 
 def attention_bars(figure: Any, group: Group) -> None:
