@@ -89,7 +89,7 @@ class Repeat:
             values = *self._placed(bases), *self._rest
             compiled.run(*place, compiled.packed_metadata, None, None, None, *values)
             return
-        encoded = []
+        encoded: list[Any] = []
         for number, base in enumerate(bases):
             encoded += self._encode(number, base)
         start, how, _ = self._direct
@@ -126,7 +126,7 @@ def _direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
         where Triton is made otherwise, or the kernel wants scratch memory.
     """
     run = compiled.run
-    step = getattr(run, "launch", None)
+    step: Any = getattr(run, "launch", None)
     names = getattr(getattr(step, "__code__", None), "co_freevars", ())
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg

@@ -223,8 +223,9 @@ class ChainSearch:
         """Remember the scheme and its configs for chains of other models that are alike."""
         self._learned.note(self._at.fingerprint, scheme.hex, self._at.kinds)
         for segment, choice in best.items():
-            taught = choice is not None and choice.template != LIBRARY
-            if taught and isinstance(self._at.recipe(segment), Recipe):
+            if choice is None or choice.template == LIBRARY:
+                continue
+            if isinstance(self._at.recipe(segment), Recipe):
                 self._learned.note_config(self._at.segment_fingerprint(segment), choice)
 
     def _prepare(self, places: Sequence[Span]) -> Callable[[int, Sequence[Candidate]], None]:
