@@ -1,8 +1,8 @@
 """FlexAttention on the CPU over the tile lists of a block mask.
 
 The compiled callable is made once per form (which pieces of the mask exist, dtype, layout) and
-shared by all layers and lengths, but for the first length, which has one of its own; Inductor's
-disk cache keeps them between processes.
+shared by all layers and lengths, but for the first length, which has one of its own, that can be
+begun ahead of the first call; Inductor's disk cache keeps them between processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,16 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from stof_compile.kernels.attention_cpu_flex_graph import (
+    FlexOperands,
+    can_be_written,
+    capped,
+    compiled_flex,
+    in_band,
+    in_bitmap,
+    only_kept,
+)
+from stof_compile.kernels.build_later import can_build_later, kernels_built_later
 from torch import Tensor
 from torch._inductor.exc import InductorError
 
@@ -78,17 +88,70 @@ def flex_forward(
     Returns:
         out [batch, heads, q_len, head_dim] in the layout FlexAttention chooses.
     """
+    form, operands = _told(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
+    with torch.no_grad():
+        return _compiled(form)(operands)
+
+
+def flex_ahead(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor],
+    key_keep: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    block: tuple[int, int],
+) -> None:
+    """Begin to compile what :func:`flex_forward` will run with such operands.
+
+    Nothing runs, and g++ is not waited for. Where that is of no use nothing is compiled.
+
+    Args:
+        q, k, v, key_keep: the values are not read; the others as for :func:`flex_forward`.
+    """
+    if can_be_written() and can_build_later():
+        form, operands = _told(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
+        _compiled(form).begin(operands)
+
+
+def _told(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor],
+    key_keep: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    block: tuple[int, int],
+) -> tuple[Form, FlexOperands]:
+    """What FlexAttention reads, from what the operator takes."""
     plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, _ = mask
     rows, cols = -(-q.shape[2] // block[0]), -(-k.shape[2] // block[1])
     arrays = [t.numpy().tobytes() for t in (row_ptr, full_start, col_idx, bitmap_id)]
     tables = _tables(*arrays, rows, cols)
-    lists = [t[plane_map.long()] for t in tables[:4]]
     octets = bitmap.view(torch.uint8).reshape(-1, block[1] // 8, block[0]).int()
     if octets.shape[0] == 0:
         octets = octets.new_zeros(1, block[1] // 8, block[0])
-    numbers = torch.tensor([*(band or (0, 0, 0, 0, 0)), q_offset])
-    planes = plane_map.expand(q.shape[0], q.shape[1]).contiguous()
-    kept = None if key_keep is None else key_keep.expand(q.shape[0], -1).contiguous()
+    operands = FlexOperands(
+        q=q.detach(),
+        k=k.detach(),
+        v=v.detach(),
+        lists=[t[plane_map.long()] for t in tables[:4]],
+        numbers=torch.tensor([*(band or (0, 0, 0, 0, 0)), q_offset]),
+        tile_id=tables[4],
+        planes=plane_map.expand(q.shape[0], q.shape[1]).contiguous(),
+        octets=octets,
+        kept=None if key_keep is None else key_keep.expand(q.shape[0], -1).contiguous(),
+        softcap=torch.tensor(softcap) if softcap > 0 else None,
+        scale=repr(scale),
+        block=block,
+        banded=bool(band),
+    )
     form = Form(
         dtype=q.dtype,
         batch=q.shape[0],
@@ -96,20 +159,13 @@ def flex_forward(
         kv_heads=k.shape[1],
         head_dim=q.shape[3],
         token_major=q.stride(1) < q.stride(2),
-        band=bool(band),
-        padded=kept is not None,
+        band=operands.banded,
+        padded=operands.kept is not None,
         capped=softcap > 0,
         scale=scale,
         planes=(plane_map.shape[0], plane_map.shape[1]),
     )
-    cap = torch.tensor(softcap) if softcap > 0 else None
-    arguments = (
-        q.detach(), k.detach(), v.detach(), lists, numbers, tables[4], planes, octets, kept,
-        cap, repr(scale), block, bool(band),
-    )  # fmt: skip
-    with torch.no_grad():
-        result: Tensor = _compiled(form)(*arguments)
-    return result
+    return form, operands
 
 
 def _flex_call(
@@ -133,25 +189,16 @@ def _flex_call(
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    def in_band(q_idx: Tensor, k_idx: Tensor) -> Tensor:
-        position = q_idx + numbers[5]
-        d = k_idx - position
-        near = (d >= numbers[0]) & (d <= numbers[1])
-        return (near | (position < numbers[2]) | (k_idx < numbers[3])) & (d <= numbers[4])
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Any:
+        if banded:
+            return in_band(q_idx, k_idx, numbers)
+        return in_bitmap(planes[b, h], q_idx, k_idx, tile_id, octets, block)
 
-    def in_bitmap(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-        tile = tile_id[planes[b, h], q_idx // block[0], k_idx // block[1]]
-        octet = octets[tile, (k_idx % block[1]) // 8, q_idx % block[0]]
-        return ((octet >> (k_idx % 8)) & 1) != 0
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-        return in_band(q_idx, k_idx) if banded else in_bitmap(b, h, q_idx, k_idx)
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Any:
         if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
+            score = capped(score, softcap)
         if kept is not None:
-            score = torch.where(kept[b, k_idx], score, -float("inf"))
+            score = only_kept(score, kept[b, k_idx])
         return score
 
     block_mask = BlockMask.from_kv_blocks(
@@ -180,30 +227,71 @@ def _flex_call(
 class _Callables:
     """What one form is compiled to: for the sizes of its first call alone, and for all others.
 
-    For all sizes takes longer to trace (0.41 against 0.25 s), and most programs have only one.
+    For all sizes Dynamo has to trace the call (0.4 s), and most programs have only one size.
+
+    Args:
+        compile_alone: compiles for one size; None where that has to be traced as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, compile_alone: Callable[[FlexOperands], Callable[[FlexOperands], Tensor]] | None
+    ) -> None:
         self._own: set[tuple[torch.Size, ...]] = set()  # sizes that are compiled for alone
         self._failed = 0
-        self._alone: Callable[..., Tensor] = torch.compile(_copied(), dynamic=False)
+        self._compile = compile_alone
+        self._made: dict[tuple[Any, ...], Callable[[FlexOperands], Tensor]] = {}
+        self._traced: Callable[..., Tensor] = torch.compile(_copied(), dynamic=False)
         self._all: Callable[..., Tensor] = torch.compile(_copied(), dynamic=True)
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        """Run the form; arguments as for ``_flex_call``."""
-        every = [x for a in arguments for x in (a if isinstance(a, list) else [a])]
-        sizes = tuple(x.shape for x in every if isinstance(x, Tensor))
+    def __call__(self, operands: FlexOperands) -> Tensor:
+        """Run the form."""
+        sizes = _sizes(operands)
         if not self._own:
             self._own.add(sizes)
         if self._failed < MOST_FAILURES and sizes not in self._own:
             try:
-                return self._all(*arguments)
+                return self._all(*operands)
             except InductorError:
                 # Inductor's CPU template renames symbols as text (s7 inside s75); which symbols
                 # there are depends on what sizes happen to be equal
                 self._failed += 1
                 self._own.add(sizes)
-        return self._alone(*arguments)
+        return self._alone(operands)(operands)
+
+    def begin(self, operands: FlexOperands) -> None:
+        """Begin to compile for the sizes of the first call; sizes that follow wait for theirs."""
+        if not self._own:
+            with kernels_built_later():
+                self._alone(operands)
+            self._own.add(_sizes(operands))  # not if it failed: the first call will tell
+
+    def _alone(self, operands: FlexOperands) -> Callable[[FlexOperands], Tensor]:
+        if self._compile is None:
+            return lambda given: self._traced(*given)
+        key = _situation(operands)
+        if key not in self._made:
+            self._made[key] = self._compile(operands)
+        return self._made[key]
+
+
+def _tensors(operands: FlexOperands) -> list[Tensor]:
+    every = [x for a in operands for x in (a if isinstance(a, list) else [a])]
+    return [x for x in every if isinstance(x, Tensor)]
+
+
+def _sizes(operands: FlexOperands) -> tuple[torch.Size, ...]:
+    return tuple(t.shape for t in _tensors(operands))
+
+
+def _situation(operands: FlexOperands) -> tuple[Any, ...]:
+    """What code for one size holds for, beyond its form; what Dynamo would guard."""
+    return (
+        *((t.shape, t.stride()) for t in _tensors(operands)),
+        operands.block,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+    )
 
 
 def _copied() -> FunctionType:
@@ -214,7 +302,7 @@ def _copied() -> FunctionType:
 @cache
 def _compiled(form: Form) -> _Callables:
     """The callables of a form."""
-    return _Callables()
+    return _Callables(compiled_flex if can_be_written() else None)
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ import torch
 
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401
+from stof_compile.attention.flex_ahead import begin_flex_kernels
 from stof_compile.between import has_effects
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts, read_capture
@@ -225,8 +226,11 @@ def _finished(
     Args:
         timed: the graph as it was compiled for timing; None = it is compiled here.
     """
-    # a copy, as for timing: names of nodes are part of the key of Inductor's caches
-    compiled = timed or compile_with_inductor(copy_graph(outcome.gm), inputs, opts)
+    compiled = timed
+    if compiled is None:
+        begin_flex_kernels(outcome.gm)
+        # a copy, as for timing: names of nodes are part of the key of Inductor's caches
+        compiled = compile_with_inductor(copy_graph(outcome.gm), inputs, opts)
     packed = None if outcome.fusion is None else outcome.fusion.packed
     if packed is None:
         return compiled

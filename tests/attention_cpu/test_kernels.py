@@ -8,7 +8,6 @@ import torch
 from stof_compile.kernels.attention_cpu import attention_cpu_forward, cpu_kernels, default_block
 from stof_compile.kernels.attention_cpu_strips import STRIP_BYTES, plane_plan
 from stof_compile.kernels.reference import attention_reference
-from torch._inductor.exc import InductorError
 
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile import masks
@@ -289,49 +288,3 @@ def test_operator_passes_opcheck() -> None:
         "gather",
     )
     torch.library.opcheck(torch.ops.stof.attention_cpu.default, arguments)
-
-
-# -- what FlexAttention is compiled for ------------------------------------------------------------
-
-
-class Compiled:
-    """In place of torch.compile: says which of the two callables ran."""
-
-    def __init__(self, fails=()):
-        self.ran, self.fails = [], fails
-
-    def __call__(self, function, dynamic):
-        def run(*arguments):
-            self.ran.append(dynamic)
-            if dynamic in self.fails:
-                raise InductorError(RuntimeError("s7 is not s75"), None)
-            return arguments[0]
-
-        return run
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    made = Compiled()
-    monkeypatch.setattr(torch, "compile", made)
-    return made
-
-
-def flex_sizes(*lengths):
-    from stof_compile.kernels.attention_cpu_flex import _Callables
-
-    form = _Callables()
-    for length in lengths:
-        form(torch.zeros(length), [torch.zeros(2)], "0.125", None)
-
-
-def test_the_first_sizes_have_a_callable_of_their_own(compiled):
-    flex_sizes(32, 32, 48, 64, 32)
-    assert compiled.ran == [False, False, True, True, False]
-
-
-def test_a_form_that_does_not_build_for_all_sizes_is_tried_at_three_of_them(compiled):
-    compiled.fails = (True,)
-    flex_sizes(32, 48, 48, 64, 80, 96, 112)
-    tried = [True, False]
-    assert compiled.ran == [False, *tried, False, *tried, *tried, False, False]
