@@ -163,18 +163,27 @@ def time_in_turns(
 ) -> list[Timing]:
     """Time functions against each other: in turns, so that a drifting machine treats all alike.
 
+    Functions so slow that the budget does not hold get three samples each, in three rounds, and
+    are warmed up once.
+
     Args:
         budget_s: seconds for each function, over all rounds; the others as for
             :func:`time_callable`, which also says what is raised.
     """
     samples: list[list[float]] = [[] for _ in fns]
     methods = ["" for _ in fns]
-    for _ in range(rounds):
+    least = -(-MIN_RUNS // rounds)
+    slow = False
+    for number in range(rounds):
+        if slow and number >= MIN_RUNS:
+            break
         for index, fn in enumerate(fns):
             more, methods[index] = _samples(
-                fn, input_sets, device, budget_s / rounds, capture, clock
+                fn, input_sets, device, budget_s / rounds, capture, clock, least, warm=not slow
             )
             samples[index] += more
+        needed_s = sum(min(taken) for taken in samples) * 1e-6 * rounds * least
+        slow = needed_s > budget_s * len(fns)
     return [_timing(s, method) for s, method in zip(samples, methods, strict=True)]
 
 
@@ -197,15 +206,22 @@ def _samples(
     budget_s: float,
     capture: bool,
     clock: Clock,
+    least: int = MIN_RUNS,
+    warm: bool = True,
 ) -> tuple[list[float], str]:
-    """Microseconds per call, and how they were taken."""
+    """Microseconds per call, and how they were taken.
+
+    Args:
+        least: samples, whatever they cost. warm: call the function first on a CPU; on a GPU a
+            graph is captured, which takes a call anyway.
+    """
     if not input_sets:
         raise ValueError("timing needs at least one set of inputs")
     device = torch.device(device)
     with real_tensors(), torch.no_grad():
         if device.type != "cuda":
             with torch.random.fork_rng(devices=[]):
-                return _time_on_cpu(fn, input_sets, budget_s, clock), "clock"
+                return _time_on_cpu(fn, input_sets, budget_s, clock, least, warm), "clock"
         if torch.cuda.is_current_stream_capturing():
             raise StofUnsupportedError(
                 "cannot time kernels while the current CUDA stream is being captured; call the "
@@ -213,7 +229,7 @@ def _samples(
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index), torch.random.fork_rng(devices=[]), _own_generator(index):
-            return time_on_cuda(fn, input_sets, budget_s, capture)
+            return time_on_cuda(fn, input_sets, budget_s, capture, least)
 
 
 @contextmanager
@@ -253,10 +269,13 @@ def _time_on_cpu(
     input_sets: Sequence[tuple[Any, ...]],
     budget_s: float,
     clock: Clock,
+    least: int,
+    warm: bool,
 ) -> list[float]:
     budget_ns = budget_s * 1e9
     spent = 0
-    for inputs in input_sets:
+    last = SHORT_SAMPLE_NS
+    for inputs in input_sets if warm else ():
         start = clock()
         fn(*inputs)
         last = clock() - start
@@ -267,7 +286,7 @@ def _time_on_cpu(
     samples: list[float] = []
     spent = 0
     turn = 0
-    while len(samples) < MIN_RUNS or (spent < budget_ns and len(samples) < MAX_RUNS):
+    while len(samples) < least or (spent < budget_ns and len(samples) < MAX_RUNS):
         start = clock()
         for _ in range(calls):
             fn(*input_sets[turn % len(input_sets)])

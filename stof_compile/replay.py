@@ -15,6 +15,9 @@ MAX_RUNS = 1000
 GRAPH_US = 500.0
 """Length of one graph replay, long against its launch and the 5 us resolution of events."""
 
+SLOW_US = 20 * GRAPH_US
+"""A call of the function that long shows no launch cost and is not repeated only to be sized up."""
+
 MAX_TURNS = 200
 
 
@@ -23,11 +26,13 @@ def time_on_cuda(
     input_sets: Sequence[tuple[Any, ...]],
     budget_s: float,
     capture: bool,
+    least: int = MIN_RUNS,
 ) -> tuple[list[float], str]:
     """Time a function on the current CUDA device.
 
     Args:
         fn, input_sets, budget_s, capture: as for ``measure.time_callable``.
+        least: samples, whatever they cost.
     Returns:
         Microseconds of one call, a sample each, and how they were taken: "cuda-graph" or
         "events (why)".
@@ -42,7 +47,8 @@ def time_on_cuda(
         method = "events (single calls asked for)"
         if capture:
             try:
-                samples, method = _time_replay(fn, input_sets, budget_s, stream), "cuda-graph"
+                samples = _time_replay(fn, input_sets, budget_s, stream, least)
+                method = "cuda-graph"
             except RuntimeError as error:  # something in fn cannot be captured, or failed in it
                 reason = (str(error).strip().splitlines() or ["no reason given"])[0]
                 log.debug("timing without a CUDA graph: %s", reason)
@@ -51,7 +57,7 @@ def time_on_cuda(
         if samples is None:
             turn = iter(_endless(input_sets))
             rough_us = _event_samples(lambda: fn(*next(turn)), 1)[0]
-            samples = _event_samples(lambda: fn(*next(turn)), _runs(budget_s, rough_us))
+            samples = _event_samples(lambda: fn(*next(turn)), _runs(budget_s, rough_us, least))
         stream.synchronize()
     torch.cuda.current_stream().wait_stream(stream)
     return samples, method
@@ -62,18 +68,19 @@ def _time_replay(
     input_sets: Sequence[tuple[Any, ...]],
     budget_s: float,
     stream: torch.cuda.Stream,
+    least: int,
 ) -> list[float]:
     turn = iter(_endless(input_sets))
     # with the launches in it, this is too long for short kernels, by any factor
     rough_us = _event_samples(lambda: [fn(*next(turn)) for _ in input_sets], 1)[0]
     turns = _turns(1, rough_us)
     graph = _capture(fn, input_sets, turns, stream)
-    one_us = min(_event_samples(graph.replay, 3))
+    one_us = min(_event_samples(graph.replay, 1 if rough_us > SLOW_US else 3))
     if _turns(turns, one_us) > turns:
         turns = _turns(turns, one_us)
         graph = _capture(fn, input_sets, turns, stream)
         one_us = _event_samples(graph.replay, 1)[0]
-    samples = _event_samples(graph.replay, _runs(budget_s, one_us))
+    samples = _event_samples(graph.replay, _runs(budget_s, one_us, least))
     return [sample / (turns * len(input_sets)) for sample in samples]
 
 
@@ -125,5 +132,5 @@ def _event_samples(run: Callable[[], Any], runs: int) -> list[float]:
     return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
 
 
-def _runs(budget_s: float, sample_us: float) -> int:
-    return int(max(MIN_RUNS, min(MAX_RUNS, budget_s * 1e6 / max(sample_us, 1.0))))
+def _runs(budget_s: float, sample_us: float, least: int) -> int:
+    return int(max(least, min(MAX_RUNS, budget_s * 1e6 / max(sample_us, 1.0))))
