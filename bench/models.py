@@ -8,7 +8,7 @@ sequences mean nothing, and STOF's option leaves it alone as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from cases import tile_fraction
@@ -21,10 +21,6 @@ from stof_compile import zoo
 from stof_compile.errors import StofError
 
 SIX = ("bert-base", "bert-large", "gpt2", "llama-1b", "t5-base", "vit-base")
-# the other model of Graph Surgeon's table: DistilBERT is in the zoo
-cast("dict[str, zoo.Sizes]", zoo.ZOO).setdefault(
-    "distilgpt2", zoo.Sizes("gpt2", 6, 768, 12, 3072, 50257)
-)
 FLEX_NAME = "bench_flex"
 MASKED_NAME = "bench_masked"
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.convolution")  # bmm is attention, which counts apart

@@ -78,6 +78,7 @@ ZOO: Mapping[str, Sizes] = {
     "bert-base": Sizes("bert", 12, 768, 12, 3072, 30522),
     "bert-large": Sizes("bert", 24, 1024, 16, 4096, 30522),
     "gpt2": Sizes("gpt2", 12, 768, 12, 3072, 50257),
+    "distilgpt2": Sizes("gpt2", 6, 768, 12, 3072, 50257),
     "llama-1b": Sizes("llama", 16, 2048, 32, 8192, 32000, kv_heads=8),
     "t5-base": Sizes("t5", 12, 768, 12, 3072, 32128),
     "vit-base": Sizes("vit", 12, 768, 12, 3072),

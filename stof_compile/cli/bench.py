@@ -20,7 +20,8 @@ def bench(
         typer.Argument(
             metavar="COMMAND ...",
             help="What bench/run.py takes: attention, e2e, tuning, accuracy, cpu, mask, overhead, "
-            "ceilings or report, and options; `stof bench attention --help` lists them.",
+            "operators, passes, density, paper, page, ceilings or report, and options; "
+            "`stof bench attention --help` lists them.",
         ),
     ] = None,
     as_json: AsJson = False,
