@@ -89,7 +89,8 @@ def flex_forward(
         out [batch, heads, q_len, head_dim] in the layout FlexAttention chooses.
     """
     form, operands = _told(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
-    with torch.no_grad():
+    # FlexAttention would round the operands as an autocast region around the caller says
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _compiled(form)(operands)
 
 
@@ -114,7 +115,8 @@ def flex_ahead(
     """
     if can_be_written() and can_build_later():
         form, operands = _told(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
-        _compiled(form).begin(operands)
+        with torch.autocast("cpu", enabled=False):  # as in flex_forward
+            _compiled(form).begin(operands)
 
 
 def _told(

@@ -1,5 +1,6 @@
 """FlexAttention on the CPU: its call written as a graph, its sizes, and its kernel begun ahead."""
 
+import importlib
 import os
 import threading
 from concurrent.futures import Future
@@ -65,6 +66,33 @@ def test_the_written_graph_is_the_reference(spec: str, scores: str) -> None:
     wide = [t.double() for t in (q, k, v)]
     expected = attention_reference(*wide, keep, kept, None, scale, softcap)
     assert_close(run_uncompiled(operands), expected, torch.float32)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-the-call", "ahead"])
+def test_autocast_around_the_call_rounds_nothing(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled inside a region is kept for calls outside, too."""
+    inside: list[bool] = []
+
+    def compile_fx(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        inside.append(torch.is_autocast_enabled("cpu"))
+        return graph
+
+    module = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    monkeypatch.setattr(attention_cpu_flex, "can_build_later", lambda: True)
+    attention_cpu_flex._compiled.cache_clear()
+    arguments, keep = given(SPECS["band"], 70)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if ahead:
+            attention_cpu_flex.flex_ahead(*arguments)
+        found = attention_cpu_flex.flex_forward(*arguments)
+    attention_cpu_flex._compiled.cache_clear()
+    assert inside == [False]
+    wide = [t.double() for t in arguments[:3]]
+    expected = attention_reference(*wide, keep, None, None, arguments[5], 0.0)
+    assert_close(found, expected, torch.float32)
 
 
 # -- what is compiled for which sizes --------------------------------------------------------------
