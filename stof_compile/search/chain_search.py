@@ -69,9 +69,8 @@ class ChainSearch:
         """The scheme and the configs that the search finds."""
         ctx = self.ctx
         initial = self._initial()
-        whole = ctx.budget
-        share = min(FINAL_SHARE, FINAL_S / whole.left) if whole.left else FINAL_SHARE
-        ctx.use(whole.slice(1 - share))
+        whole, left = ctx.budget, ctx.budget.left
+        ctx.use(whole.slice(1 - min(FINAL_SHARE, FINAL_S / left) if left else 0.0))
         first = self._stage1(initial)
         best = self._stage2(first)
         cut_off = ctx.budget.spent
@@ -87,6 +86,7 @@ class ChainSearch:
                     initial_us, final_us = compared
                     if final_us > initial_us:
                         first, best, final_us = initial, initial_best, initial_us
+                        self._switched.clear()
         if not cut_off:  # what a search that was cut off ends with teaches nothing
             self._teach(first, best)
         reason = f"initial scheme {initial.hex}"
@@ -166,6 +166,11 @@ class ChainSearch:
         """Configs of the segments that have any, by reward-based sampling."""
         ctx = self.ctx
         places = [s for s in scheme.segments if self._at.space(s)]
+        library = Candidate(LIBRARY)
+        for place in places:  # no move of stage 1 may have looked at it
+            unknown = self._at.has_library(place) and self._at.cost_if_known(place, library) is None
+            if unknown and not ctx.budget.spent:
+                self._at.measured(place, library)
         spaces = [self._stage2_space(s) for s in places]
         if places:
             sample_configs(
@@ -198,7 +203,7 @@ class ChainSearch:
         alike: dict[str, list[Span]] = {}
         for place in scheme.segments:
             recipe = self._at.recipe(place)
-            if isinstance(recipe, Recipe):
+            if isinstance(recipe, Recipe) and not self._at.illegal(place):
                 alike.setdefault(recipe.key, []).append(place)
         groups = alike.values()
         for group in sorted(groups, key=lambda g: len(g) * self._at.best_cost(g[0]), reverse=True):

@@ -184,10 +184,11 @@ class ChainSegments:
         Args:
             reach: times the fastest that one may take. most: how many, at most.
         """
-        best = self.best_known(place)
+        best, limit = self.best_known(place), self.best_cost(place) * reach
         if best is None or not isinstance(self.recipe(place), Recipe):
             return []
-        limit = self.best_cost(place) * reach
+        if not math.isfinite(limit):  # nothing was measured: what failed would be within reach
+            return []
         timed = [
             (us, i, c)
             for i, c in enumerate(self._candidates(place))

@@ -1,6 +1,8 @@
 """The tuner over fake chains: a clock that moves by one second a trial, times by formula."""
 
+import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -124,6 +126,68 @@ def test_finals_take_what_is_fastest_within_the_chain(mlp, monkeypatch):
     assert segment.median_us in reach and "faster within" not in alone.reason
 
 
+def test_finals_leave_an_illegal_place_alone(capture, monkeypatch):
+    """Two layers alike, of which the second may not be replaced, as where its weight is a tensor
+    subclass; alone the library is as fast, in the chain the template is.
+    """
+
+    def compare(self, schemes):
+        return [sum(5.0 if c.template != LIBRARY else 20.0 for _, c in s) for s in schemes]
+
+    def candidates(self, recipe):
+        return [candidate_of("fake", {"warps": w}) for w in (1, 2)] * recipe.contractions
+
+    monkeypatch.setattr(FakeBench, "compare", compare)
+    monkeypatch.setattr(FakeBench, "candidates", candidates)
+    with torch.device("meta"):
+        one, two, x = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.empty(1, 128, 64)
+    block = torch.nn.ModuleList([one, two]).eval().requires_grad_(False)
+    gelu = torch.nn.functional.gelu
+    graph = capture(lambda x: gelu(block[1](gelu(block[0](x)))), x)
+    refused = {(2, 3): "a tensor subclass"}
+    plan, *_ = tuned(
+        graph,
+        graph.chain_with("gelu"),
+        legality=lambda a, b: "apart" if b - a > 1 else refused.get((a, b)),
+    )
+    assert plan.kinds == ("linear", "gelu", "linear", "gelu") and "faster within" in plan.reason
+    assert [t for _, _, t in bound(plan)] == ["fake", LIBRARY, LIBRARY, LIBRARY]
+
+
+def test_an_op_without_neighbours_is_compared_with_the_library(capture, monkeypatch):
+    """No move of stage 1 looks at it, and stage 2 asks for templates only."""
+
+    def candidates(self, recipe):  # each slower than the library
+        return [candidate_of("fake", {"warps": w}) for w in (1, 2)]
+
+    monkeypatch.setattr(FakeBench, "candidates", candidates)
+    with torch.device("meta"):
+        head, x = torch.nn.Linear(64, 64), torch.empty(1, 128, 64)
+    graph = capture(head.eval().requires_grad_(False), x)
+    plan, bench, _ = tuned(graph, graph.chain_with("linear"))
+    assert bound(plan) == [(0, 1, LIBRARY)]
+    (segment,) = plan.segments
+    assert segment.library_us == segment.median_us == 20.0 and len(bench.asked) == 3
+    _, none, _ = tuned(graph, graph.chain_with("linear"), seconds=0.0)
+    assert none.asked == []
+
+
+def test_what_failed_is_no_contender(mlp, monkeypatch):
+    graph, chain = mlp
+
+    def time(self, recipe, candidate):
+        raise RuntimeError("does not fit")
+
+    monkeypatch.setattr(FakeBench, "time", time)
+    fake = FakeBench(TrialTable(None), [0.0])
+    fake.budget = Budget(1000.0, clock=lambda: 0.0)
+    ctx = TuningContext(fake, fake.budget, 1000.0)
+    segments = ChainTuner(graph.gm, chain, lambda a, b: None, ctx)._segments
+    place = (3, 5)
+    assert {segments.measured(place, c) for c in segments._candidates(place)} == {float("inf")}
+    assert segments.contenders(place, 1.15, 4) == []
+
+
 def test_what_is_slower_is_left_as_it_is(mlp):
     plan, _, _ = tuned(*mlp, saving=-0.5)
     assert all(template == LIBRARY for _, _, template in bound(plan))
@@ -156,6 +220,15 @@ def test_a_spent_budget_ends_with_the_best_so_far(mlp):
 def test_no_time_at_all_takes_the_rules(mlp):
     plan, bench, _ = tuned(*mlp, seconds=0.0)
     assert bench.asked == [] and plan is not None
+
+
+def test_time_that_ends_between_two_looks_at_the_clock(mlp):
+    graph, chain = mlp
+    for seconds in range(1, 12):
+        fake = FakeBench(TrialTable(None), [0.0])
+        fake.budget = Budget(seconds - 0.5, clock=partial(next, itertools.count()))
+        ctx = TuningContext(fake, fake.budget, seconds - 0.5)
+        assert ChainTuner(graph.gm, chain, lambda a, b: None, ctx).choose() is not None
 
 
 def test_failures_are_recorded_and_lose(mlp):
