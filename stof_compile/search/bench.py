@@ -244,13 +244,18 @@ class DeviceBench:
 
     def _compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
         calls = []
+        # once each, and the same for all schemes: ``_sets`` holds those of a few recipes only
+        held: dict[str, list[tuple[Tensor, ...]]] = {}
+        for recipe, _ in (pair for scheme in schemes for pair in scheme):
+            if recipe.key not in held:
+                held[recipe.key] = self._sets(recipe)
         for scheme in schemes:
             count = Counter(recipe.key for recipe, _ in scheme)
             seen: Counter[str] = Counter()
             parts = []
             for recipe, c in scheme:  # alike segments have weights of their own
                 key = recipe.key
-                parts.append((self._call(recipe, c), self._sets(recipe), count[key], seen[key]))
+                parts.append((self._call(recipe, c), held[key], count[key], seen[key]))
                 seen[key] += 1
 
             def run(turn: int, parts: Any = parts) -> None:
@@ -258,7 +263,7 @@ class DeviceBench:
                     call(*sets[(turn * alike + number) % len(sets)])
 
             calls.append(run)
-        most = max((len(self._sets(r)) for scheme in schemes for r, _ in scheme), default=1)
+        most = max(map(len, held.values()), default=1)
         turns = [(turn,) for turn in range(min(most, 8))]
         timings = time_in_turns(calls, turns, self.device, budget_s=FINAL_S)
         return [timing.median_us for timing in timings]

@@ -5,7 +5,7 @@ import torch
 from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
-from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench
+from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench, random_operand
 from stof_compile.search.trial import TrialTable
 
 
@@ -40,3 +40,20 @@ def test_alike_segments_of_a_chain_read_weights_of_their_own(bench, monkeypatch)
     bench.compare([[(recipe, Candidate(LIBRARY))] * 3])
     first = [weight.data_ptr() for weight in seen[:3]]
     assert len(set(first)) == 3
+
+
+def test_operands_of_a_comparison_are_drawn_once(bench, monkeypatch):
+    """More recipes than the bench holds operands of, in several schemes."""
+    made = []
+
+    def draw(recipe, index, *rest, real=random_operand):
+        made.append((recipe.key, index))
+        return real(recipe, index, *rest)
+
+    monkeypatch.setattr("stof_compile.search.bench.random_operand", draw)
+    monkeypatch.setattr(DeviceBench, "_call", lambda *a: lambda *operands: None)
+    recipes = [linear_recipe(n=8 * i) for i in range(1, 7)]
+    scheme = [(recipe, Candidate(LIBRARY)) for recipe in recipes]
+    bench.compare([scheme] * 4)
+    weights = [key for key, index in made if index == 1]
+    assert weights.count(recipes[0].key) == len(weights) / 6 == 64
