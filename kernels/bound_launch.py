@@ -127,7 +127,11 @@ def _direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
     """
     run = compiled.run
     step: Any = getattr(run, "launch", None)
-    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
+    code = getattr(step, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    # 3.7 has the same step over a launcher with its arguments in another order and the kernel's in
+    # one list; only 3.6 counts those before the kernel's
+    counts = "_BASE_ARGS_FORMAT_LEN" in getattr(code, "co_names", ())
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -136,7 +140,8 @@ def _direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
         arguments = make_tensordesc_arg.__code__.co_argcount
     except (ImportError, AttributeError):
         return None
-    if not {"launcher", "tensordesc_meta"} <= set(names) or any(scratch) or arguments != 2:
+    held_there = {"launcher", "tensordesc_meta"} <= set(names)
+    if not (counts and held_there) or any(scratch) or arguments != 2:
         return None
     held = dict(zip(names, (cell.cell_contents for cell in step.__closure__), strict=True))
     facts = held["tensordesc_meta"]

@@ -206,11 +206,23 @@ def test_launches_with_plain_tensors_are_not_repeated():
 # -- Triton 3.6: descriptors encoded once for an address ---------------------------------------
 
 
+_BASE_ARGS_FORMAT_LEN = 13  # as in Triton 3.6
+
+
 def launcher_of_3_6(launcher, tensordesc_meta):
     """The step above Triton 3.6's launcher, as its closure shows it."""
 
     def inner(*values):
-        return launcher(*values, tensordesc_meta)
+        return launcher(*values[:_BASE_ARGS_FORMAT_LEN], tensordesc_meta)
+
+    return inner
+
+
+def launcher_of_3_7(launcher, tensordesc_meta):
+    """The same of Triton 3.7, whose launcher takes its arguments in another order."""
+
+    def inner(*values):
+        return launcher(*values[:-1], [*values[-1], tensordesc_meta])
 
     return inner
 
@@ -218,11 +230,11 @@ def launcher_of_3_6(launcher, tensordesc_meta):
 class Direct(Launched):
     """A compiled form with the launcher of Triton 3.6."""
 
-    def __init__(self, scratch=0, facts=("facts of one", "facts of two")):
+    def __init__(self, scratch=0, facts=("facts of one", "facts of two"), launcher=launcher_of_3_6):
         super().__init__()
         self.started = []
         self.run = type("Run", (), {"__call__": lambda _, *values: self.direct.append(values)})()
-        self.run.launch = launcher_of_3_6(lambda *values: self.started.append(values), facts)
+        self.run.launch = launcher(lambda *values: self.started.append(values), facts)
         self.run.global_scratch_size, self.run.profile_scratch_size = scratch, 0
         self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
 
@@ -266,7 +278,11 @@ def test_few_addresses_are_remembered(encoded, monkeypatch):
         assert len(again._encoded) <= 3
 
 
-@pytest.mark.parametrize("changes", [{"scratch": 64}, {"facts": (None, None)}, {"facts": ()}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"scratch": 64}, {"facts": (None, None)}, {"facts": ()}, {"launcher": launcher_of_3_7}],
+    ids=["scratch", "not-tma", "no-facts", "3.7"],
+)
 def test_other_launchers_encode_by_themselves(encoded, changes):
     compiled = Direct(**changes)
     *_, again = repeated(compiled)
