@@ -153,7 +153,7 @@ def activated(v, ACTIVATION: gl.constexpr, FP16: gl.constexpr):
     """
     if ACTIVATION == "gelu":
         if FP16:
-            a = gl.minimum(gl.abs(v), 5.9)
+            a = gl.minimum(gl.abs(v), 13.0)
             q = a * 2.4037273e-5 - 6.2941879e-4
             q = q * a + 7.3175825e-3
             q = q * a - 0.051570752

@@ -8,10 +8,11 @@ distribution is enough. With a = |x|
 
 where Q has degree 6 for fp16, relative error 4.4e-5 up to a = 5.9, where GELU of -a leaves fp16,
 and degree 9 for bf16, 1.2e-5 up to 5.9 and 2.4e-4 up to a = 13, where it leaves bf16. GELU(x) is
-max(x, 0) - a * 2 ** Q(a) with a no larger than 5.9 (16 for bf16), rounded: the exact value more
-often than with an fp32 ``erf``. The maximum is taken as x / 2 + |x / 2|, which is NaN where
-PyTorch's is, at -inf too. The formula is ordinary torch operations, so Inductor fuses it as it
-would fuse the GELU.
+max(x, 0) - a * 2 ** Q(a) with a no larger than 13 (16 for bf16), rounded: at most one unit in the
+last place from the exact value. At 13 less than 1e-33 is left, which stays nothing where what
+follows reads the result before it is rounded: a gate, or what Inductor fuses. The maximum is taken
+as x / 2 + |x / 2|, which is NaN where PyTorch's is, at -inf too. The formula is ordinary torch
+operations, so Inductor fuses it as it would fuse the GELU.
 Source: Q was fitted to log2 of the tail in fp64: weighted minimax by Lawson's iteration.
 """
 
@@ -31,7 +32,7 @@ _GELU = (torch.nn.functional.gelu, torch._C._nn.gelu)
 GELU_TAIL: dict[torch.dtype, tuple[tuple[float, ...], float]] = {
     torch.float16: (
         (-1.0, -1.1505447, -0.46068893, -0.051570752, 7.3175825e-3, -6.2941879e-4, 2.4037273e-5),
-        5.9,
+        13.0,
     ),
     torch.bfloat16: (
         (

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
 
-from stof_compile.short_gelu import short_gelu, shorten_gelu
+from stof_compile.short_gelu import GELU_TAIL, short_gelu, shorten_gelu
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -34,6 +34,14 @@ def test_special_numbers(dtype):
     x = torch.tensor([float("inf"), float("nan"), float("-inf"), 0.0, -0.0], dtype=dtype)
     found = short_gelu(x, dtype)  # -inf: as in torch, -inf * 0
     assert found[0] == float("inf") and found[1:3].isnan().all() and bool((found[3:] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_nothing_is_left_of_large_negative_numbers_before_rounding(dtype, monkeypatch):
+    """A gate multiplies the result as it is in fp32, by up to the largest number of the dtype."""
+    x = torch.tensor([-20.0, -1e3, torch.finfo(dtype).min], dtype=dtype)
+    monkeypatch.setitem(GELU_TAIL, torch.float32, GELU_TAIL[dtype])
+    assert bool((short_gelu(x.float(), torch.float32).abs() < 1e-33).all())
 
 
 def graph_of(function, dtype, device):
