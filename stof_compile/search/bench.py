@@ -353,8 +353,9 @@ class DeviceBench:
             }
             one = sum(recipe.operands[i].nbytes for i in weights)
             shared = recipe.nbytes - one
-            wanted = 3 * self.facts.l2_bytes - shared if self.facts.is_cuda else 0
+            wanted = 3 * self.facts.l2_bytes - shared
             count = max(LEAST_SETS, min(MAX_SETS, math.ceil(wanted / one))) if one else 1
+            count = count if self.facts.is_cuda else 1
             with self._modes():
                 generator = torch.Generator(self.device).manual_seed(self.seed)
                 first = tuple(

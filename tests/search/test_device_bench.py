@@ -1,5 +1,7 @@
 """The bench itself, on the CPU, where the only candidate is what Inductor makes of a recipe."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from recipes import H200, linear_recipe
@@ -23,6 +25,12 @@ def test_weights_rotate_until_the_cache_has_lost_them(bench):
     assert len({s[0].data_ptr() for s in sets}) == 1  # x is what the op before has written
     # what passes between two uses of a weight is three times the cache, activations included
     assert len(bench._sets(large)) == 3 and 60 * weight + large.nbytes > 3 * H200.l2_bytes
+
+
+def test_one_set_is_drawn_on_a_cpu(bench):
+    """Packing compares forms of the same weights there, which are large."""
+    bench.facts = replace(H200, kind="cpu")
+    assert len(bench._sets(linear_recipe())) == 1
 
 
 def test_a_trial_and_chains_in_turns(bench):
