@@ -1,0 +1,134 @@
+"""Cases of ``sanitize.py``: attention, forward and backward."""
+
+from functools import partial
+from unittest import mock
+
+import torch
+from sanitize_case import forms, on_gpu
+
+RAGGED = {"q_len": 130, "k_len": 201, "head_dim": 64, "value_dim": 64, "block": (64, 64)}
+"""Three rows of four tiles, the last of them not full."""
+FEATURES = {
+    "rule": "random", "batch": 2, "heads": 4, "group": 2, "padding": True, "bias": "full",
+    "softcap": 1.5,
+}  # fmt: skip
+"""A mask, its own for each head, and all that is done to scores, for two heads of keys."""
+
+
+def _block(case, config=None):
+    import test_forward
+    from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
+
+    case = test_forward.Case(**{"dtype": torch.float16, **case})
+    config = BlockConfig(*case.block, 4, 2)._replace(**(config or {}))
+    test_forward.check(on_gpu(attention_block_forward), config, case)
+
+
+def _row(case):
+    import test_forward
+    from stof_compile.kernels.attention_rowwise import RowConfig, attention_row_forward
+
+    case = test_forward.Case(**{"dtype": torch.float16, "q_len": 9, **case})
+    config = RowConfig(*case.block, 1, 2, 2)
+    test_forward.check(on_gpu(attention_row_forward), config, case)
+
+
+def _backward(case):
+    import test_backward
+    from close import assert_close
+    from stof_compile.kernels import attention_backward as module
+
+    name = "attention_backward_blockwise"
+    case = test_backward.Case(**{"dtype": torch.float16, **case})
+    looser = partial(assert_close, scale=2.0)  # weights are rounded before a second product
+    with (
+        mock.patch.object(module, name, on_gpu(getattr(module, name))),
+        mock.patch.object(test_backward, "assert_close", looser),
+    ):
+        test_backward.check(case)
+
+
+def _hopper_attention(
+    rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0
+):
+    import test_hopper
+    from close import assert_close
+    from stof_compile.kernels.attention_hopper import attention_hopper_forward
+    from stof_compile.kernels.reference import attention_reference
+
+    from stof_compile.masks import build_block_mask
+
+    batch, heads, (q_len, k_len) = 2, 4, lengths
+    spec = test_hopper.rules()[rule]
+    mask = build_block_mask(spec, q_len, k_len, 64, batch=batch, heads=heads)
+    generator = torch.Generator().manual_seed(1)
+    draw = partial(torch.randn, generator=generator)
+    q = draw(batch, q_len, heads, head_dim).to(dtype).transpose(1, 2)  # strided, as in models
+    k, v = draw(2, batch, heads // group, k_len, head_dim).to(dtype)
+    scale = head_dim**-0.5
+    out, lse = on_gpu(attention_hopper_forward)(
+        q, k, v, list(mask.hopper_tensors), scale, programs, 2, heavy, True
+    )
+    wanted, wanted_lse = attention_reference(
+        q.double(), k.double(), v.double(), mask.to_dense(), None, None, scale, 0.0, True
+    )
+    assert_close(out, wanted, dtype)
+    seen = wanted_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    torch.testing.assert_close(lse[seen].double(), wanted_lse[seen], rtol=0, atol=5e-3)
+
+
+def _cases():
+    causal, longformer = {"rule": "causal"}, {"rule": "causal longformer"}
+    band, single = {"band": True}, {"dtype": torch.float32}
+    yield from forms("block", "attention_blockwise", _block, {
+        "rule": (RAGGED | causal | band, {"loops": 6}),
+        "rule-branch": (RAGGED | causal | band | {"padding": True}, {"loops": 7}),
+        "rule-of-part-tiles": (RAGGED | {"rule": "longformer"} | band, {"loops": 6}),
+        "band": (RAGGED | longformer | band, {}),
+        "bitmap": (RAGGED | longformer, {}),
+        "bitmap-one-loop": (RAGGED | longformer, {"loops": 4, "heavy_first": 0}),
+        "bitmap-prefetch": (RAGGED | longformer, {"loops": 5, "prefetch": 1, "heads_fast": 1}),
+        "features": (RAGGED | FEATURES, {}),
+        "features-of-odd-heads": (RAGGED | FEATURES | {"head_dim": 72, "value_dim": 40}, {}),
+        "part-only": (RAGGED | {"rule": "sliding"}, {"loops": 1}),
+        "full-only": (RAGGED | {"rule": "dense", "q_len": 128, "k_len": 192}, {"loops": 2}),
+        "no-part-tiles": (RAGGED | {"rule": "dense", "q_len": 128, "k_len": 192}, {"loops": 4}),
+        "packed": (RAGGED | {"k_len": 130, "batch": 2, "packed": True}, {}),
+        "more-queries": (RAGGED | causal | band | {"k_len": 70, "q_offset": 0}, {}),
+        "decode": ({"q_len": 1, "heads": 4, "group": 2, **band}, {}),
+        "fp32": (FEATURES | single, {}),
+        "small-tiles": (longformer | {"block": (16, 32), "head_dim": 24, "value_dim": 40}, {}),
+    })  # fmt: skip
+    yield from forms("row", "attention_rowwise", _row, {
+        "band": longformer | band,
+        "bitmap": {"q_len": 33, **longformer},
+        "features": FEATURES,
+        "odd-heads": {"rule": "random", "head_dim": 24, "value_dim": 40},
+        "decode": {"q_len": 1, "heads": 4, "group": 2, **band},
+        "fp32": single | {"rule": "random"},
+    })  # fmt: skip
+    pieces = RAGGED | {"piece": (64, 64)}
+    yield from forms("backward", "attention_backward", _backward, {
+        "band": pieces | longformer | band,
+        "bitmap": RAGGED | longformer | {"piece": (32, 64)},
+        "features": pieces | FEATURES | {"grad_lse": True},
+        "odd-heads": {"q_len": 21, "head_dim": 72, "value_dim": 40, "scale": 0.1},
+        "groups": causal | band | {"heads": 4, "group": 4, "q_len": 21, "k_len": 37},
+        "strided": {"k_len": 33, "batch": 2, "strided": True},
+        "decode": {"q_len": 1, "heads": 4, "group": 2, **band},
+        "fp32": FEATURES | single,
+    })  # fmt: skip
+    yield from forms("hopper-attention", "attention_hopper", _hopper_attention, {
+        "planes": ("planes", 64, 3, 4, torch.bfloat16, (330, 330), 2),
+        "bigbird": ("bigbird", 128, 2),
+        "causal": ("causal", 40, 3, 1, torch.float16, (330, 201)),
+        "dense": ("dense", 64, 4, 4, torch.float16, (192, 320)),
+        "more-keys": ("sliding", 72, 2, 1, torch.float16, (70, 200)),
+        "tiles": ("tiles only", 96, 1),
+        # more tile rows than workers: they take several of them
+        "several": ("bigbird", 64, 1, 4, torch.float16, (1210, 1210), 2),
+    }, "hopper")  # fmt: skip
+
+
+CASES = tuple(_cases())
