@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def bench_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # tests/e2e has another one
 
 
 def rows_of(path):
