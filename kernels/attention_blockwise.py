@@ -226,6 +226,8 @@ def attention_block_forward(
         raise ValueError(f"loops {how.loops} computes tiles from a band, and none is given")
     arrays = TileMask(*mask)
     problem = check_problem(q, k, v, arrays, key_keep, bias, how.block_q, how.block_k)
+    if how.loops == 4 and not band and arrays.bitmap.shape[0] == 0:
+        how = how._replace(loops=2)  # no part tile, and no bitmap that every tile could read
     out, lse = empty_result(q, problem.value_dim, return_lse)
     if out.numel() == 0:
         return out.transpose(1, 2), lse

@@ -153,6 +153,15 @@ def test_block(case):
 
 
 @pytest.mark.parametrize("how", BLOCK_CONFIGS.values(), ids=BLOCK_CONFIGS)
+def test_block_loops_without_part_tiles(how):
+    """There is no bitmap then that a loop over all tiles could read."""
+    from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
+
+    case = Case(q_len=32, k_len=48, rule="dense")
+    check(attention_block_forward, BlockConfig(*case.block, 4, 2, **how), case)
+
+
+@pytest.mark.parametrize("how", BLOCK_CONFIGS.values(), ids=BLOCK_CONFIGS)
 @pytest.mark.parametrize("rule", ["causal longformer", "random"])
 def test_block_loops(rule, how):
     from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
