@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from results import log_event, log_path, read_rows, say
+from results import log_event, log_path, read_rows, say, settled_lines
 
 HERE = Path(__file__).resolve().parent
 BY_CELL = ("attention", "e2e", "tuning", "accuracy", "operators", "passes")
@@ -325,9 +325,8 @@ def _attention_units(args: argparse.Namespace) -> list[Unit]:
     done: dict[str, set[tuple[str, str]]] = {}
     for row in read_rows(args.out):
         done.setdefault(row["cell"], set()).add((row.get("peer", ""), row.get("variant", "")))
-    for row in read_rows(log_path(args.out)):
-        if row["kind"] == "missing":
-            done.setdefault(row["cell"], set()).add((row["peer"], row["variant"]))
+    for row in settled_lines(args.out):
+        done.setdefault(row["cell"], set()).add((row["peer"], row["variant"]))
     if args.sweep:
         from sweep import check_axes
 

@@ -27,8 +27,9 @@ Made by `python bench/run.py paper` from the CSV files beside it. In a quick run
 for tuning and the peers have few settings: its times are no results."""
 READING = """\
 Times on a GPU are medians of CUDA-graph replay if a column does not say otherwise, on a CPU of
-plain calls. A peer counts with its best correct setting in each cell. Every row was compared with
-fp64 first; the error of STOF's row stands in the last columns."""
+plain calls. A peer counts with its best correct setting in each cell. Every time of a
+kernel, an operator or a model stands there after its result was compared with fp64; the error of
+STOF's row is in the last columns."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def render(folder: Path, pictures: str = "img") -> str:
     lines += ["", "## Not measured yet", ""]
     lines += missing or ["Every kind of table has rows."]
     lines += ["", "## Peers that are missing", "", *_missing_peers(folder)]
+    lines += ["", "## Peers that failed", "", *_failed_peers(folder)]
     lines += ["", "## Files", "", *_files(folder)]
     return "\n".join(lines) + "\n"
 
@@ -179,6 +181,20 @@ def _missing_peers(folder: Path) -> list[str]:
     lines = [f"* `{name}`: {peer}, {reason} ({count} lines)"
              for (name, peer, reason), count in found.items()]  # fmt: skip
     return lines or ["No log says that one is."]
+
+
+def _failed_peers(folder: Path) -> list[str]:
+    """What the logs say of wrong results and of errors, by peer."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for path in sorted(folder.glob("*.log.csv")):
+        for row in read_rows(path):
+            if row["kind"] in ("incorrect", "error", "timeout"):
+                key = (path.name.replace(".log.csv", ".csv"), row["peer"], row["kind"])
+                first = (row["reason"].splitlines() or [""])[0]
+                found.setdefault(key, []).append(f"{row['cell']} {row['variant']}: {first}"[:160])
+    lines = [f"* `{name}`: {peer}, {kind}, {len(told)} lines, the first: {told[0]}"
+             for (name, peer, kind), told in found.items()]  # fmt: skip
+    return lines or ["No log says that one did."]
 
 
 def _files(folder: Path) -> list[str]:

@@ -119,6 +119,10 @@ def run_paper(args: argparse.Namespace) -> int:
     started = time.monotonic()
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = out_folder(args)
+    if not (args.quick or args.resume or args.out) and any(folder.glob(f"*-{args.device}.csv")):
+        raise SystemExit(
+            f"rows in {folder}: --resume goes on with them, --out DIR begins elsewhere"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     args.caches = args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))

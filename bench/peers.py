@@ -195,27 +195,31 @@ def _flex_flash(setup: Setup) -> Attend:
     return _flex(_block_mask(setup, rule, 128), {"BACKEND": "FLASH"})
 
 
-SAFE = {"ROWS_GUARANTEED_SAFE": True}  # every mask here keeps a key in each row
+SAFE = {"ROWS_GUARANTEED_SAFE": True}
+# the flag asks for a kept key in the first tile that a row visits: under these masks there is one
+SAFE_MASKS = ("causal", "longformer", "bigbird")
 M64 = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
 def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
     """Settings an expert would try: (name, block size, kernel options)."""
-    settings: list[tuple[str, int, dict[str, Any]]] = [
-        ("b64", 64, dict(M64)),
-        ("b64-safe", 64, M64 | SAFE),
-        ("b64-safe-s2", 64, M64 | SAFE | {"num_stages": 2}),
-        ("b64-safe-w8", 64, M64 | SAFE | {"num_warps": 8}),
-        ("b64-safe-tma", 64, M64 | SAFE | {"USE_TMA": True}),
-        ("b64-safe-prescale", 64, M64 | SAFE | {"PRESCALE_QK": True}),
-        ("b128-safe", 128, dict(SAFE)),
-        ("b128-m64-safe", 128, M64 | SAFE),
+    tuned: list[tuple[str, int, dict[str, Any]]] = [
+        ("b64{}", 64, dict(M64)),
+        ("b64{}-s2", 64, M64 | {"num_stages": 2}),
+        ("b64{}-w8", 64, M64 | {"num_warps": 8}),
+        ("b64{}-tma", 64, M64 | {"USE_TMA": True}),
+        ("b64{}-prescale", 64, M64 | {"PRESCALE_QK": True}),
+        ("b128{}", 128, {}),
+        ("b128-m64{}", 128, dict(M64)),
     ]
     if cell.mask == "causal":  # the only mask here whose partial and full blocks are one run each
-        settings += [("b128-safe-contiguous", 128, SAFE | {"BLOCKS_ARE_CONTIGUOUS": True})]
+        tuned += [("b128{}-contiguous", 128, {"BLOCKS_ARE_CONTIGUOUS": True})]
     if cell.seq <= 1024:
-        settings += [("b32-safe", 32, {"BLOCK_M": 32, "BLOCK_N": 32} | SAFE)]
-    return settings
+        tuned += [("b32{}", 32, {"BLOCK_M": 32, "BLOCK_N": 32})]
+    if cell.mask not in SAFE_MASKS:
+        return [(name.format(""), block, options) for name, block, options in tuned]
+    safe = [(name.format("-safe"), block, options | SAFE) for name, block, options in tuned]
+    return [("b64", 64, dict(M64)), *safe]
 
 
 # -- STOF ------------------------------------------------------------------------------------------

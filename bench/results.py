@@ -83,3 +83,13 @@ def say(text: str) -> None:
 def number(row: dict[str, str], field: str) -> float:
     """A numeric column; NaN when empty."""
     return float(row[field]) if row.get(field) else float("nan")
+
+
+def settled_lines(out: Path) -> list[dict[str, str]]:
+    """Lines of a log that another run would only repeat: peers missing, or with wrong outputs."""
+    return [
+        row
+        for row in read_rows(log_path(out))
+        if row["kind"] == "missing"
+        or (row["kind"] == "incorrect" and not row["peer"].startswith("stof"))
+    ]

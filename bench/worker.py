@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 import torch
-from results import log_path, read_rows
+from results import read_rows, settled_lines
 
 
 def work(args: argparse.Namespace) -> int:
@@ -84,16 +84,12 @@ def _attention(args: argparse.Namespace, device: torch.device) -> None:
     elif args.warm_worker is not None:
         warm_cell(cell, device, paths, args.seed, peers)
     else:
-        missing = [
-            r
-            for r in read_rows(log_path(args.out))
-            if r["kind"] == "missing" and r["cell"] == cell.name
-        ]
+        over = [r for r in settled_lines(args.out) if r["cell"] == cell.name]
         run_cell(
             cell,
             device,
             paths,
             args.seed,
-            [(r["peer"], r["variant"]) for r in (*rows, *missing)],
+            [(r["peer"], r["variant"]) for r in (*rows, *over)],
             peers,
         )

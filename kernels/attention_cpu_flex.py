@@ -144,12 +144,12 @@ def _told(
         k=k.detach(),
         v=v.detach(),
         lists=[t[plane_map.long()] for t in tables[:4]],
-        numbers=torch.tensor([*(band or (0, 0, 0, 0, 0)), q_offset]),
+        numbers=torch.tensor([*(band or (0, 0, 0, 0, 0)), q_offset], device="cpu"),
         tile_id=tables[4],
         planes=plane_map.expand(q.shape[0], q.shape[1]).contiguous(),
         octets=octets,
         kept=None if key_keep is None else key_keep.expand(q.shape[0], -1).contiguous(),
-        softcap=torch.tensor(softcap) if softcap > 0 else None,
+        softcap=torch.tensor(softcap, device="cpu") if softcap > 0 else None,
         scale=repr(scale),
         block=block,
         banded=bool(band),
@@ -320,19 +320,19 @@ def _tables(
     starts, fulls, columns, numbers = (
         torch.frombuffer(bytearray(a), dtype=torch.int32).long()
         if a
-        else torch.zeros(0, dtype=torch.int64)
+        else torch.zeros(0, dtype=torch.int64, device="cpu")
         for a in (row_ptr, full_start, col_idx, bitmap_id)
     )
     lines = fulls.shape[0]
-    row = torch.repeat_interleave(torch.arange(lines), starts.diff())
-    entry = torch.arange(columns.shape[0])
-    tile_id = torch.zeros(lines, cols, dtype=torch.int32)
+    row = torch.repeat_interleave(torch.arange(lines, device="cpu"), starts.diff())
+    entry = torch.arange(columns.shape[0], device="cpu")
+    tile_id = torch.zeros(lines, cols, dtype=torch.int32, device="cpu")
     tile_id[row, columns] = numbers.int()
     shape = (lines // rows, rows)
     found: list[Tensor] = []
     for begin, end in ((starts[:-1], fulls), (fulls, starts[1:])):
         inside = (entry >= begin[row]) & (entry < end[row])
-        index = torch.zeros(lines, cols, dtype=torch.int32)
+        index = torch.zeros(lines, cols, dtype=torch.int32, device="cpu")
         index[row[inside], (entry - begin[row])[inside]] = columns[inside].int()
         found += [(end - begin).int().view(shape), index.view(*shape, cols)]
     return (*found, tile_id.view(*shape, cols))

@@ -26,7 +26,7 @@ SINGLE_SAMPLES = (
 MAX_MOVES = 64  # told in the plan of a chain
 MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
-FINAL_SHARE, FINAL_S = 0.1, 3.0  # of the budget, and seconds at most: kept for the finals
+FINALS_SHARE, FINALS_S = 0.1, 3.0  # of the budget, and seconds at most: kept for the finals
 FINALISTS = 4  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
 FINAL_GAIN = 0.003  # of the chain; less is noise
@@ -70,7 +70,7 @@ class ChainSearch:
         ctx = self.ctx
         initial = self._initial()
         whole, left = ctx.budget, ctx.budget.left
-        ctx.use(whole.slice(1 - min(FINAL_SHARE, FINAL_S / left) if left else 0.0))
+        ctx.use(whole.slice(1 - min(FINALS_SHARE, FINALS_S / left) if left else 0.0))
         first = self._stage1(initial)
         best = self._stage2(first)
         cut_off = ctx.budget.spent
