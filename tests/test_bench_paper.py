@@ -20,7 +20,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def bench_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    monkeypatch.delitem(sys.modules, "models", raising=False)  # tests/e2e has another one
+    # other tests have modules of these names: models, and the folder e2e
+    for name in (path.stem for path in (ROOT / "bench").glob("*.py")):
+        if getattr(sys.modules.get(name), "__file__", None) != str(ROOT / f"bench/{name}.py"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def rows_of(path):
