@@ -27,6 +27,7 @@ MAX_MOVES = 64  # told in the plan of a chain
 MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 FINALS_SHARE, FINALS_S = 0.1, 3.0  # of the budget, and seconds at most: kept for the finals
+COMPARE_S, COMPARE_RUNS = 0.1, 70  # what a comparison takes of each chain: replays, or seconds
 FINALISTS = 4  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
 FINAL_GAIN = 0.003  # of the chain; less is noise
@@ -205,12 +206,14 @@ class ChainSearch:
             recipe = self._at.recipe(place)
             if isinstance(recipe, Recipe) and not self._at.illegal(place):
                 alike.setdefault(recipe.key, []).append(place)
+        chain_us = sum(filter(math.isfinite, map(self._at.best_cost, scheme.segments)))
         groups = alike.values()
         for group in sorted(groups, key=lambda g: len(g) * self._at.best_cost(g[0]), reverse=True):
             if self.ctx.budget.spent:
                 return
             contenders = self._at.contenders(group[0], FINAL_REACH, FINALISTS)
-            if len(contenders) < 2:
+            each_s = max(COMPARE_S, COMPARE_RUNS * chain_us * 1e-6)
+            if len(contenders) < 2 or len(contenders) * each_s > self.ctx.budget.left:
                 continue
             chains = [best | dict.fromkeys(group, contender) for contender in contenders]
             times = self._at.compare([self._runnable(scheme, chain) for chain in chains])

@@ -188,6 +188,19 @@ def test_what_failed_is_no_contender(mlp, monkeypatch):
     assert segments.contenders(place, 1.15, 4) == []
 
 
+def test_finals_that_would_take_too_long_are_left_out(mlp, monkeypatch):
+    """Nothing looks at the clock inside of a comparison."""
+    asked = []
+    compare = FakeBench.compare
+    monkeypatch.setattr(FakeBench, "compare", lambda *a: asked.append(len(a[1])) or compare(*a))
+    tuned(*mlp)
+    assert 4 in asked
+    asked.clear()
+    monkeypatch.setattr("stof_compile.search.chain_search.COMPARE_S", 1000.0)
+    tuned(*mlp)
+    assert 4 not in asked
+
+
 def test_what_is_slower_is_left_as_it_is(mlp):
     plan, _, _ = tuned(*mlp, saving=-0.5)
     assert all(template == LIBRARY for _, _, template in bound(plan))
