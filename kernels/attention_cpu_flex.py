@@ -28,6 +28,8 @@ from torch._inductor.exc import InductorError
 TABLE_LIMIT = 1 << 22
 # Attempts to compile a form for all sizes that may fail; each takes seconds.
 MOST_FAILURES = 3
+# Compiled codes for one size that a form holds; an older one comes back from Inductor's disk cache.
+MOST_SIZES = 64
 
 
 class Form(NamedTuple):
@@ -272,6 +274,8 @@ class _Callables:
             return lambda given: self._traced(*given)
         key = _situation(operands)
         if key not in self._made:
+            if len(self._made) >= MOST_SIZES:
+                self._made.pop(next(iter(self._made)))
             self._made[key] = self._compile(operands)
         return self._made[key]
 

@@ -154,6 +154,17 @@ def test_a_form_that_does_not_build_for_all_sizes_is_tried_at_three_of_them(
     assert compiled.ran == [32, "all", 48, 48, "all", 64, "all", 80, 96, 112]
 
 
+def test_codes_for_one_size_are_held_up_to_a_number(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_cpu_flex, "MOST_SIZES", 2)
+    form = _Callables(compiled.alone)
+    for threads in (1, 2, 3, 3, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        form(at(32))
+    assert len(form._made) == 2 and compiled.made == [32] * 4
+
+
 def test_what_cannot_be_written_is_traced(compiled: Compiled) -> None:
     form = _Callables(None)
     for length in (32, 32, 48):
