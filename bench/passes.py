@@ -243,14 +243,7 @@ def single_pass(name: str, counted: list[int]) -> Callable[..., Callable[..., An
         gm.graph.lint()
         gm.recompile()
         compiled = compile_with_inductor(copy_graph(gm), example_inputs, StofOptions())
-        if packed is None:
-            return compiled
-
-        def run(*given: Any) -> Any:
-            packed.refresh(given)
-            return compiled(*given)
-
-        return run
+        return compiled if packed is None else packed.refreshed_by(compiled)
 
     return backend
 

@@ -232,11 +232,4 @@ def _finished(
         # a copy, as for timing: names of nodes are part of the key of Inductor's caches
         compiled = compile_with_inductor(copy_graph(outcome.gm), inputs, opts)
     packed = None if outcome.fusion is None else outcome.fusion.packed
-    if packed is None:
-        return compiled
-
-    def run(*given: Any) -> Any:
-        packed.refresh(given)
-        return compiled(*given)
-
-    return run
+    return compiled if packed is None else packed.refreshed_by(compiled)

@@ -59,6 +59,15 @@ class PackedWeights:
         """Number of packs."""
         return len({s.pack for s in self.slices})
 
+    def refreshed_by(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled graph that looks for changed parameters before each call."""
+
+        def run(*given: Any) -> Any:
+            self.refresh(given)
+            return compiled(*given)
+
+        return run
+
     def refresh(self, inputs: Sequence[Any]) -> int:
         """Copy the parameters that have changed since the last call.
 

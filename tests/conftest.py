@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,19 @@ settings.register_profile("here", deadline=None, suppress_health_check=[HealthCh
 # in CI the same examples each time: a new one must not stop an unrelated change; local runs explore
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.fixture
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test import the modules of bench/, some of which have names of modules of tests/."""
+    folder = Path(__file__).resolve().parent.parent / "bench"
+    monkeypatch.syspath_prepend(str(folder))
+    names = [path.stem for path in folder.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

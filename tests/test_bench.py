@@ -156,8 +156,7 @@ ROWS = [
 
 
 @pytest.fixture
-def stats(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+def stats(bench_path):
     import e2e_stats
 
     return e2e_stats
@@ -185,8 +184,7 @@ def test_means_and_the_worst_cell(stats):
 
 
 @pytest.fixture
-def driver(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+def driver(bench_path):
     import driver
 
     return driver

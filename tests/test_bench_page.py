@@ -8,10 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 AGAIN = "`python bench/run.py page` makes it anew"
 
-
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+pytestmark = pytest.mark.usefixtures("bench_path")
 
 
 def test_the_committed_page_is_what_the_committed_rows_say():

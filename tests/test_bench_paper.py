@@ -16,14 +16,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 
-
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    # other tests have modules of these names: models, and the folder e2e
-    for name in (path.stem for path in (ROOT / "bench").glob("*.py")):
-        if getattr(sys.modules.get(name), "__file__", None) != str(ROOT / f"bench/{name}.py"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
+pytestmark = pytest.mark.usefixtures("bench_path")
 
 
 def rows_of(path):
@@ -135,7 +128,7 @@ def test_parts_of_an_operator_compute_the_whole(operator):
     from operators import make_problem
 
     from stof_compile.fusion.recipe import run_recipe
-    from stof_compile.search.bench import random_operand
+    from stof_compile.search.operands import random_operand
 
     problem = make_problem(operator, 2, 5, 8, torch.float32, "cpu")
     whole, generator = problem.whole, torch.Generator().manual_seed(0)

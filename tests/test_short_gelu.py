@@ -1,5 +1,8 @@
 """Exact GELU in half precision, written shorter: as exact as torch's, and only where it applies."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch.fx import symbolic_trace
 from stof_compile.short_gelu import GELU_TAIL, short_gelu, shorten_gelu
 
 HALF, BRAIN = torch.float16, torch.bfloat16
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def every_number(dtype):
@@ -42,6 +46,19 @@ def test_nothing_is_left_of_large_negative_numbers_before_rounding(dtype, monkey
     x = torch.tensor([-20.0, -1e3, torch.finfo(dtype).min], dtype=dtype)
     monkeypatch.setitem(GELU_TAIL, torch.float32, GELU_TAIL[dtype])
     assert bool((short_gelu(x.float(), torch.float32).abs() < 1e-33).all())
+
+
+@pytest.mark.parametrize("name", ["linear_epilogue", "hopper_linear_kernel"])
+def test_device_code_has_the_same_numbers(name):
+    """Triton and Gluon cannot read the table: their code spells it out, fp16 first."""
+    text = (ROOT / "kernels" / f"{name}.py").read_text("utf-8")
+    largest = re.findall(r"minimum\(\w+\.abs\(v\), ([\d.]+)\)", text)
+    assert [float(n) for n in largest] == [tail[1] for tail in GELU_TAIL.values()]
+    factors = []
+    for first, sign, second in re.findall(r"q = (?:a \* (\S+)|q \* a) ([-+]) (\S+)\n", text):
+        factors += [float(n) for n in (first, sign + second) if n]
+    wanted = [f for tail, _ in GELU_TAIL.values() for f in reversed(tail[1:])]
+    assert [f for f in factors if f != -1.0] == wanted
 
 
 def graph_of(function, dtype, device):

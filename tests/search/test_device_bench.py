@@ -7,7 +7,8 @@ import torch
 from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
-from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench, random_operand
+from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench
+from stof_compile.search.operands import random_operand
 from stof_compile.search.trial import TrialTable
 
 
