@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from stof_compile.kernels.attention_cpu_dense import dense_forward
-from stof_compile.kernels.attention_cpu_flex import flex_forward, flex_refusal
+from stof_compile.kernels.attention_cpu_flex import FlexCall, flex_forward, flex_refusal
 from stof_compile.kernels.attention_cpu_gather import gather_forward
 from torch import Tensor
 
@@ -180,7 +180,8 @@ def attention_cpu_forward(
         )
         if refusal is not None:
             raise ValueError(f"attention kernel 'flex': {refusal}; take 'gather'")
-        out.copy_(flex_forward(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block))
+        call = FlexCall(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
+        out.copy_(flex_forward(call))
     elif kernel == "sdpa":
         dense_forward(out, lse, q, k, v, mask, key_keep, bias, scale, q_offset, band, block)
     else:

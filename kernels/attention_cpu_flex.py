@@ -32,6 +32,21 @@ MOST_FAILURES = 3
 MOST_SIZES = 64
 
 
+class FlexCall(NamedTuple):
+    """What the operator takes; as in ``attention_cpu.attention_cpu_forward``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Sequence[Tensor]
+    key_keep: Tensor | None
+    scale: float
+    softcap: float
+    q_offset: int
+    band: Sequence[int]
+    block: tuple[int, int]
+
+
 class Form(NamedTuple):
     """What one compiled callable is made for."""
 
@@ -73,67 +88,35 @@ def flex_refusal(
     return None
 
 
-def flex_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Sequence[Tensor],
-    key_keep: Tensor | None,
-    scale: float,
-    softcap: float,
-    q_offset: int,
-    band: Sequence[int],
-    block: tuple[int, int],
-) -> Tensor:
-    """Run FlexAttention; arguments as in ``attention_cpu.attention_cpu_forward``.
+def flex_forward(call: FlexCall) -> Tensor:
+    """Run FlexAttention.
 
     Returns:
         out [batch, heads, q_len, head_dim] in the layout FlexAttention chooses.
     """
-    form, operands = _told(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
+    form, operands = _told(call)
     # FlexAttention would round the operands as an autocast region around the caller says
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _compiled(form)(operands)
 
 
-def flex_ahead(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Sequence[Tensor],
-    key_keep: Tensor | None,
-    scale: float,
-    softcap: float,
-    q_offset: int,
-    band: Sequence[int],
-    block: tuple[int, int],
-) -> None:
-    """Begin to compile what :func:`flex_forward` will run with such operands.
+def flex_ahead(call: FlexCall) -> None:
+    """Begin to compile what :func:`flex_forward` will run with such a call.
 
     Nothing runs, and g++ is not waited for. Where that is of no use nothing is compiled.
 
     Args:
-        q, k, v, key_keep: the values are not read; the others as for :func:`flex_forward`.
+        call: the values of q, k, v and key_keep are not read.
     """
     if can_be_written() and can_build_later():
-        form, operands = _told(q, k, v, mask, key_keep, scale, softcap, q_offset, band, block)
+        form, operands = _told(call)
         with torch.autocast("cpu", enabled=False):  # as in flex_forward
             _compiled(form).begin(operands)
 
 
-def _told(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Sequence[Tensor],
-    key_keep: Tensor | None,
-    scale: float,
-    softcap: float,
-    q_offset: int,
-    band: Sequence[int],
-    block: tuple[int, int],
-) -> tuple[Form, FlexOperands]:
+def _told(call: FlexCall) -> tuple[Form, FlexOperands]:
     """What FlexAttention reads, from what the operator takes."""
+    q, k, v, mask, key_keep, scale, softcap, q_offset, band, block = call
     plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, _ = mask
     rows, cols = -(-q.shape[2] // block[0]), -(-k.shape[2] // block[1])
     arrays = [t.numpy().tobytes() for t in (row_ptr, full_start, col_idx, bitmap_id)]

@@ -7,12 +7,12 @@ The same function, mask storage and operator as ``attention_blockwise.py``; a ``
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .bound_launch import Descriptor, launch
+from .bound_launch import Descriptor, Repeat, launch, layout
 from .problem import (
     LOG2E,
     TileMask,
@@ -30,6 +30,18 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 # The compiler takes them from the producer warp and gives them to the consumers.
 _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 _MAX_UNITS = 2**31 - 2**20  # unit numbers are 32-bit; every worker asks for one past the end
+
+
+class _Known(NamedTuple):
+    """A launch that was checked and has run."""
+
+    repeat: Repeat
+    head_dim: int
+    has_part: bool
+
+
+_MOST_KNOWN = 1000
+_known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
 
 
 @cache
@@ -107,9 +119,16 @@ def attention_hopper_forward(
     Raises:
         ValueError: a size or array that the kernel does not take.
     """
+    arrays = TileMask(*mask)
+    numbers = scale, programs, stages, heavy_rows, return_lse
+    asked = (*map(layout, (q, k, v, *arrays)), *numbers)
+    known = _known.get(asked)
+    if known is not None and known.repeat.here:
+        out, lse = empty_result(q, known.head_dim, return_lse)
+        _repeat(known, q, k, v, out, lse, arrays)
+        return out.transpose(1, 2), lse
     from .hopper_kernel import attention_hopper_kernel
 
-    arrays = TileMask(*mask)
     p = check_problem(q, k, v, arrays, None, None, TILE, TILE, fragments=True)
     head_dim = p.head_dim
     units = p.rows * p.batch * p.heads
@@ -134,18 +153,17 @@ def attention_hopper_forward(
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
     block_d = next_power_of_two(head_dim)
     tiles, words = _layouts()
+    held = [_for_tma(t) for t in (p.q, p.k, p.v)]
     operands = [
         Descriptor(t, t.shape, _strides(t), (1, 1, TILE, block_d), tiles)
-        for t in (_for_tma(p.q), _for_tma(p.k), _for_tma(p.v), out.transpose(1, 2))
+        for t in (*held, out.transpose(1, 2))
     ]
-    fragments = arrays.bitmap
-    has_part = fragments.shape[0] > 0
-    if not has_part:
-        fragments = fragments.new_empty((1, WORDS))
+    has_part = arrays.bitmap.shape[0] > 0
+    fragments = arrays.bitmap if has_part else _no_fragments(arrays)
     operands.append(Descriptor(fragments, fragments.shape, (WORDS, 1), (1, WORDS), words))
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     with on_device(q):
-        queue = arrays.row_ptr.new_zeros(1)
+        queue = _new_queue(arrays)
         arguments = [
             *operands, lse if return_lse else queue, queue,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
@@ -163,8 +181,34 @@ def attention_hopper_forward(
             "RETURN_LSE": return_lse,
         }
         options = {"num_warps": 4, "maxnreg": _REGISTERS[programs], "launch_pdl": True}
-        launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
+        repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
+    copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
+    if repeat is not None and not copied and len(_known) < _MOST_KNOWN:
+        _known[asked] = _Known(repeat, head_dim, has_part)
     return out.transpose(1, 2), lse
+
+
+def _repeat(
+    known: _Known, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask
+) -> None:
+    """Run a known launch on tensors with the same layouts, in the kernel's order of arguments."""
+    fragments = mask.bitmap if known.has_part else _no_fragments(mask)
+    queue = _new_queue(mask)
+    known.repeat(
+        q, k, v, out, fragments, lse if lse.numel() else queue, queue,
+        mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
+        mask.row_order,
+    )  # fmt: skip
+
+
+def _new_queue(mask: TileMask) -> Tensor:
+    """The number of the next unit of work: 0."""
+    return mask.row_ptr.new_zeros(1)
+
+
+def _no_fragments(mask: TileMask) -> Tensor:
+    """What stands for the fragments of a mask without part tiles; nothing reads it."""
+    return mask.bitmap.new_empty((1, WORDS))
 
 
 @cache

@@ -49,7 +49,7 @@ class Repeat:
 
     Args:
         compiled: what Triton compiled for it. programs: of the grid. arguments: of that launch;
-            descriptors, which come first, and numbers. constants: the kernel's.
+            descriptors, which come first, other tensors and numbers. constants: the kernel's.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class Repeat:
     ) -> None:
         self._compiled, self._programs = compiled, programs
         # without the tensors: they would live as long as the process
-        self._descriptors = [_with(a, base=None) for a in arguments if not isinstance(a, int)]
-        self._rest = [*(a for a in arguments if isinstance(a, int)), *constants]
+        plain = [a for a in arguments if isinstance(a, Tensor | int)]
+        self._descriptors = [_with(a, base=None) for a in arguments[: len(arguments) - len(plain)]]
+        self._rest = [*(None if isinstance(a, Tensor) else a for a in plain), *constants]
+        self._places = [place for place, a in enumerate(plain) if isinstance(a, Tensor)]
         self._device = torch.cuda.current_device()
         self._direct = _direct_launch(compiled)
         self._encoded: dict[tuple[int, int], Sequence[Any]] = {}  # by place and address
@@ -68,25 +70,28 @@ class Repeat:
         """Whether the device it was compiled on is current."""
         return torch.cuda.current_device() == self._device
 
-    def __call__(self, *bases: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         """Run the kernel on the current stream.
 
         Args:
-            bases: tensors in the place of the descriptors', in their order; sizes, strides, dtypes
-                and alignments as they were.
+            tensors: in the place of the descriptors' and then of the others, in their order;
+                sizes, strides, dtypes and alignments as they were.
         """
         from triton import knobs
 
-        compiled = self._compiled
+        compiled, bases = self._compiled, tensors[: len(self._descriptors)]
+        rest = self._rest.copy()
+        for position, tensor in zip(self._places, tensors[len(bases) :], strict=True):
+            rest[position] = tensor
         hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         heard = any(getattr(hook, "calls", hook) for hook in hooks)  # by a profiler
         if heard or compiled.function is None:  # not loaded: where launches are switched off
-            compiled[self._programs, 1, 1](*self._placed(bases), *self._rest)
+            compiled[self._programs, 1, 1](*self._placed(bases), *rest)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         place = self._programs, 1, 1, stream, compiled.function
         if self._direct is None:
-            values = *self._placed(bases), *self._rest
+            values = *self._placed(bases), *rest
             compiled.run(*place, compiled.packed_metadata, None, None, None, *values)
             return
         encoded: list[Any] = []
@@ -95,7 +100,7 @@ class Repeat:
         start, how, _ = self._direct
         start(
             *place, *how, None, None, compiled.packed_metadata, None, None, None,
-            *encoded, *self._rest,
+            *encoded, *rest,
         )  # fmt: skip
 
     def _placed(self, bases: Sequence[Tensor]) -> list[Any]:
@@ -169,12 +174,12 @@ def launch(
     Args:
         kernel: a Triton or Gluon kernel whose constants come last.
         programs: of the grid, at least 1.
-        arguments: in the order of the kernel: tensors, ``Descriptor``s, ints of at most 64 bits.
+        arguments: in the order of the kernel: ``Descriptor``s, which come first, tensors, ints of
+            at most 64 bits.
         constants: the kernel's, all of them, in its order.
         options: of the compiler: num_warps and the like.
     Returns:
-        The launch again, where all arguments are descriptors, which come first, and numbers; None
-        where they are not, or Triton has not said yet what it compiled.
+        The launch again; None the first time, when Triton says what it compiled.
     """
     key = (
         kernel.fn,
@@ -197,9 +202,16 @@ def launch(
             for a, b in zip(arguments, before, strict=True)
         ]
         compiled[programs, 1, 1](*values, *constants.values())
-        if not any(isinstance(a, Tensor) for a in arguments):
-            return Repeat(compiled, programs, values, list(constants.values()))
+        return Repeat(compiled, programs, values, list(constants.values()))
     return None
+
+
+def layout(tensor: Tensor | None) -> Any:
+    """What a launch takes a tensor for, but for its address."""
+    if tensor is None:
+        return None
+    aligned = tensor.data_ptr() % 16 == 0
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), aligned
 
 
 def _without_tensor(value: Any) -> Any:

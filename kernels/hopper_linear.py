@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bound_launch import Descriptor, Repeat, launch
+from .bound_launch import Descriptor, Repeat, launch, layout
 from .limits import shared_memory_limit
 from .problem import on_device
 
@@ -115,9 +115,7 @@ def hopper_linear_forward(
     Raises:
         ValueError: a size, dtype or config that the kernel does not take.
     """
-    asked = (
-        *map(_layout, (x, weight, bias, residual)), activation, *config, x.get_device()
-    )  # fmt: skip
+    asked = (*map(layout, (x, weight, bias, residual)), activation, *config)
     known = _known.get(asked)
     if known is not None and known.repeat.here:
         out = x.new_empty(known.shape)
@@ -166,13 +164,6 @@ def hopper_linear_forward(
     if repeat is not None and not copied and len(_known) < _MOST_KNOWN:
         _known[asked] = _Known(repeat, out.shape)
     return out
-
-
-def _layout(tensor: Tensor | None) -> Any:
-    """What a launch takes a tensor for, but for its address."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0
 
 
 def _launch(

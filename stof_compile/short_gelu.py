@@ -11,8 +11,9 @@ and degree 9 for bf16, 1.2e-5 up to 5.9 and 2.4e-4 up to a = 13, where it leaves
 max(x, 0) - a * 2 ** Q(a) with a no larger than 13 (16 for bf16), rounded: at most one unit in the
 last place from the exact value. At 13 less than 1e-33 is left, which stays nothing where what
 follows reads the result before it is rounded: a gate, or what Inductor fuses. The maximum is taken
-as x / 2 + |x / 2|, which is NaN where PyTorch's is, at -inf too. The formula is ordinary torch
-operations, so Inductor fuses it as it would fuse the GELU.
+as x / 2 + |x / 2|, which is NaN where PyTorch's is, at -inf too. Of -0.0 it gives 0.0, PyTorch
+-0.0: another order of these sums would keep the sign and lose the tail. The formula is ordinary
+torch operations, so Inductor fuses it as it would fuse the GELU.
 Source: Q was fitted to log2 of the tail in fp64: weighted minimax by Lawson's iteration.
 """
 

@@ -38,6 +38,8 @@ def test_special_numbers(dtype):
     x = torch.tensor([float("inf"), float("nan"), float("-inf"), 0.0, -0.0], dtype=dtype)
     found = short_gelu(x, dtype)  # -inf: as in torch, -inf * 0
     assert found[0] == float("inf") and found[1:3].isnan().all() and bool((found[3:] == 0).all())
+    assert not found.signbit()[3:].any()  # as documented; torch keeps the sign of zero
+    assert nn.functional.gelu(x).signbit()[3:].tolist() == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from find_browser import MISSING, find_browser
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -31,7 +31,6 @@ from stof_compile.report.markup import el
 from stof_compile.report.model import GraphReport, read_report
 
 DOCS = Path(__file__).resolve().parent.parent
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SECTION = re.compile(r"(<!-- screenshots: [^>]*-->\n).*?(<!-- /screenshots -->)", re.DOTALL)
 MODEL_FILE = re.compile(r"modeling_(\w+)\.py|(\w+)\.py")
 COLOURS = 128  # of a picture: the page has few, and a file is a quarter as large
@@ -192,9 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words.add_argument("--date", help="of the run; default: of the record's file")
     words.add_argument("--ceilings", type=Path, help="as for stof inspect")
     given = words.parse_args(argv)
-    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    browser = find_browser()
     if browser is None:
-        sys.exit(f"none of {', '.join(BROWSERS)} is on PATH: apt-get install chromium")
+        sys.exit(MISSING)
     records = load_dump(given.dump)
     sites = [len(record.sites) for record in records]
     number = sites.index(max(sites)) if given.graph is None else given.graph

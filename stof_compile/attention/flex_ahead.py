@@ -34,12 +34,12 @@ def begin_flex_kernels(gm: GraphModule) -> None:
 
 
 def _begin(q: Any, k: Any, v: Any, mask: list[Tensor], key_keep: Any, *rest: Any) -> None:
-    from stof_compile.kernels.attention_cpu_flex import flex_ahead
+    from stof_compile.kernels.attention_cpu_flex import FlexCall, flex_ahead
 
     try:
         with real_tensors(), torch.inference_mode(False):
             keep = None if key_keep is None else _like(key_keep)
-            flex_ahead(_like(q), _like(k), _like(v), mask, keep, *rest)
+            flex_ahead(FlexCall(_like(q), _like(k), _like(v), mask, keep, *rest))
     except Exception as failure:  # the first call tries again, and tells
         logger.info("FlexAttention is compiled at its first call: %r", failure)
 
@@ -49,7 +49,7 @@ def _like(example: Tensor) -> Tensor:
 
 
 def _operands(gm: GraphModule, node: Node) -> tuple[Any, ...] | None:
-    """What ``flex_ahead`` takes, tensors as example values; None where it cannot be told."""
+    """What ``FlexCall`` takes, tensors as example values; None where it cannot be told."""
     given: tuple[Any, ...] = node.args
     if len(given) != 19 or node.kwargs or given[18] != "flex":
         return None

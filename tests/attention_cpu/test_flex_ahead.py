@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stof_compile.kernels import attention_cpu_flex, build_later
-from stof_compile.kernels.attention_cpu_flex import _Callables
+from stof_compile.kernels.attention_cpu_flex import FlexCall, _Callables
 from stof_compile.kernels.attention_cpu_flex_graph import (
     FlexOperands,
     can_be_written,
@@ -39,14 +39,14 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 def given(spec: masks.MaskSpec, length: int, softcap: float = 0.0, padding: bool = False) -> Any:
-    """Arguments of ``flex_forward`` with two heads over one, and the mask of every pair."""
+    """A call of ``flex_forward`` with two heads over one, and the mask of every pair."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, length, 16, generator=generator) for h in (2, 1, 1))
     block_mask = masks.build_block_mask(spec, length, length, 32, heads=2)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     kept = torch.arange(length)[None] < length - 7 if padding else None
-    arguments = (q, k, v, block_mask.tensors, kept, 0.3, softcap, 0, band, (32, 32))
-    return arguments, block_mask.to_dense()
+    call = FlexCall(q, k, v, block_mask.tensors, kept, 0.3, softcap, 0, band, (32, 32))
+    return call, block_mask.to_dense()
 
 
 def run_uncompiled(operands: FlexOperands) -> torch.Tensor:
@@ -60,11 +60,10 @@ def run_uncompiled(operands: FlexOperands) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_written_graph_is_the_reference(spec: str, scores: str) -> None:
     assert can_be_written()
-    arguments, keep = given(SPECS[spec], 70, **SCORES[scores])
-    _, operands = attention_cpu_flex._told(*arguments)
-    q, k, v, _, kept, scale, softcap, *_ = arguments
-    wide = [t.double() for t in (q, k, v)]
-    expected = attention_reference(*wide, keep, kept, None, scale, softcap)
+    call, keep = given(SPECS[spec], 70, **SCORES[scores])
+    _, operands = attention_cpu_flex._told(call)
+    wide = [t.double() for t in call[:3]]
+    expected = attention_reference(*wide, keep, call.key_keep, None, call.scale, call.softcap)
     assert_close(run_uncompiled(operands), expected, torch.float32)
 
 
@@ -83,15 +82,15 @@ def test_autocast_around_the_call_rounds_nothing(
     monkeypatch.setattr(module, "compile_fx", compile_fx)
     monkeypatch.setattr(attention_cpu_flex, "can_build_later", lambda: True)
     attention_cpu_flex._compiled.cache_clear()
-    arguments, keep = given(SPECS["band"], 70)
+    call, keep = given(SPECS["band"], 70)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if ahead:
-            attention_cpu_flex.flex_ahead(*arguments)
-        found = attention_cpu_flex.flex_forward(*arguments)
+            attention_cpu_flex.flex_ahead(call)
+        found = attention_cpu_flex.flex_forward(call)
     attention_cpu_flex._compiled.cache_clear()
     assert inside == [False]
-    wide = [t.double() for t in arguments[:3]]
-    expected = attention_reference(*wide, keep, None, None, arguments[5], 0.0)
+    wide = [t.double() for t in call[:3]]
+    expected = attention_reference(*wide, keep, None, None, call.scale, 0.0)
     assert_close(found, expected, torch.float32)
 
 
@@ -133,7 +132,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def at(length: int) -> FlexOperands:
-    return attention_cpu_flex._told(*given(SPECS["band"], length)[0])[1]
+    return attention_cpu_flex._told(given(SPECS["band"], length)[0])[1]
 
 
 def test_the_first_sizes_have_a_callable_of_their_own(compiled: Compiled) -> None:

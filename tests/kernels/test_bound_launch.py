@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from stof_compile.kernels import bound_launch
-from stof_compile.kernels.bound_launch import Descriptor, launch
+from stof_compile.kernels.bound_launch import Descriptor, launch, layout
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -52,15 +52,15 @@ CONSTANTS, OPTIONS = {"BLOCK": 64}, {"num_warps": 4}
 def test_the_second_launch_asks_nothing():
     kernel, data = Kernel(), torch.empty(16)
     second = descriptor(rows=128)
-    launch(kernel, 7, [data, descriptor(), 32], CONSTANTS, OPTIONS)
-    launch(kernel, 7, [data, second, 48], CONSTANTS, OPTIONS)  # a multiple of 16, too
+    launch(kernel, 7, [descriptor(), data, 32], CONSTANTS, OPTIONS)
+    launch(kernel, 7, [second, data, 48], CONSTANTS, OPTIONS)  # a multiple of 16, too
     ((_, asked, _),) = kernel.asked
-    assert isinstance(asked[1], TensorDescriptor)  # Triton's own, with its checks
-    assert asked[1].base is None  # nothing keeps the tensor
+    assert isinstance(asked[0], TensorDescriptor)  # Triton's own, with its checks
+    assert asked[0].base is None  # nothing keeps the tensor
     ((form, grid, values),) = kernel.launched
     assert form == 1 and grid == (7, 1, 1)
-    assert values[0] is data and values[2:] == (48, 64)
-    again, wanted = values[1], second.checked()
+    assert values[1] is data and values[2:] == (48, 64)
+    again, wanted = values[0], second.checked()
     assert type(again) is TensorDescriptor and again.base is second.base
     assert vars(again) == vars(wanted)  # of a tensor of another size
 
@@ -197,10 +197,31 @@ def test_a_repeat_keeps_no_tensor_and_knows_its_device(hooks, monkeypatch):
     assert not again.here
 
 
-def test_launches_with_plain_tensors_are_not_repeated():
-    kernel, data = Kernel(), torch.empty(16)
-    results = [launch(kernel, 7, [descriptor(), data, 32], CONSTANTS, OPTIONS) for _ in range(2)]
-    assert results == [None, None]
+def test_plain_tensors_are_put_where_they_were(hooks):
+    compiled = Launched()
+    kernel, data = Kernel(), [torch.empty(16), torch.empty(32)]
+    kernel.__class__ = type(
+        "Asked", (Kernel,), {"__getitem__": lambda *_: lambda *a, **n: compiled}
+    )
+    for _ in range(2):
+        again = launch(kernel, 7, [descriptor(), data[0], 32, data[1], 5], CONSTANTS, OPTIONS)
+    for hooked in (False, True):  # and nothing is left of the tensors of the call before
+        base, one, two = torch.zeros(64, 64, dtype=torch.float16), torch.ones(16), torch.ones(32)
+        compiled.hooked.clear()
+        compiled.direct.clear()
+        hooks.calls[:] = [print] * hooked
+        again(base, one, two)
+        values = compiled.hooked[0][1] if hooked else compiled.direct[0][9:]
+        assert values[0].base is base and values[1] is one and values[3] is two
+        assert (values[2], *values[4:]) == (32, 5, 64)
+    assert not any(isinstance(held, torch.Tensor) for held in again._rest)
+
+
+def test_layouts_differ_by_all_that_a_launch_depends_on():
+    held = torch.zeros(8, 8)
+    assert layout(held) == layout(torch.ones(8, 8)) and layout(None) is None
+    others = [held.t(), held[1:], held.half(), torch.zeros(72)[1:65].view(8, 8)]
+    assert len({layout(other) for other in (held, *others)}) == 5
 
 
 # -- Triton 3.6: descriptors encoded once for an address ---------------------------------------

@@ -2,24 +2,20 @@
 
 import os
 import re
-import shutil
 import struct
 import subprocess
 import zlib
 from dataclasses import replace
 
 import pytest
+from find_browser import MISSING, find_browser
 from written_dump import make_record
 
 from stof_compile.report.html import write_html
 from stof_compile.report.model import read_report
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(
-    BROWSER is None,
-    reason=f"no browser: none of {', '.join(NAMES)} is on PATH (apt-get install chromium)",
-)
+BROWSER = find_browser()
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=MISSING)
 SHOW = """
 addEventListener("message", (event) => {
   for (const [name, value] of Object.entries(event.data)) {

@@ -2,11 +2,11 @@
 
 import importlib.util
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from find_browser import MISSING, find_browser
 from written_dump import make_record
 
 from stof_compile.report.model import read_report
@@ -28,9 +28,9 @@ def tool():
 
 
 @pytest.fixture
-def browser(tool):
-    if not any(shutil.which(name) for name in tool.BROWSERS):
-        pytest.skip(f"no browser: none of {', '.join(tool.BROWSERS)} is on PATH")
+def browser():
+    if find_browser() is None:
+        pytest.skip(MISSING)
 
 
 def section(tool):
