@@ -211,7 +211,7 @@ def attention_block_kernel(
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False, REGISTERS: tl.constexpr = 0,  # REGISTERS: for the assembler
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads."""
     start_after_previous(PDL)

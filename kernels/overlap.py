@@ -19,6 +19,8 @@ import torch
 
 ARGUMENT = "PDL"
 """The constant of a kernel that calls ``start_after_previous``."""
+REGISTERS = "REGISTERS"
+"""The constant of a kernel that says how many registers a thread may have; 0: any number."""
 
 _traced: ContextVar[bool] = ContextVar("stof_overlapping_launches_in_traces", default=False)
 
@@ -28,7 +30,8 @@ def overlap_in_traces() -> Iterator[None]:
     """Let launches that are traced meanwhile overlap, too.
 
     Whoever opens this has to see to it that the compiler passes the launch attribute on
-    (``launch_pdl``) and does not take the wait for a write to all arguments.
+    (``launch_pdl``), and limits of registers, and does not take the wait for a write to all
+    arguments.
     """
     token = _traced.set(True)
     try:
@@ -38,7 +41,11 @@ def overlap_in_traces() -> Iterator[None]:
 
 
 class OverlappingKernel:
-    """A kernel with the argument ``PDL``, which is set where the device and the caller allow it."""
+    """A kernel with the argument ``PDL``, which is set where the device and the caller allow it.
+
+    A limit of registers (``REGISTERS``) reaches the assembler, too; in traces whoever opened
+    :func:`overlap_in_traces` sees to it.
+    """
 
     def __init__(self, kernel: Any, device: torch.device) -> None:
         self._kernel, self._device = kernel, device
@@ -53,10 +60,13 @@ class OverlappingKernel:
             if is_wrap_triton_enabled():  # traced
                 named[ARGUMENT] = able and _traced.get()
                 torch.library.wrap_triton(self._kernel)[grid](*arguments, **named)
-            elif able:
-                self._kernel[grid](*arguments, **named, **{ARGUMENT: True}, launch_pdl=True)
-            else:
-                self._kernel[grid](*arguments, **named, **{ARGUMENT: False})
+                return
+            named[ARGUMENT] = able
+            if able:
+                named["launch_pdl"] = True
+            if named.get(REGISTERS) and torch.version.hip is None:
+                named["maxnreg"] = named[REGISTERS]
+            self._kernel[grid](*arguments, **named)
 
         return launch
 

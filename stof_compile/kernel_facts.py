@@ -7,12 +7,14 @@ and Inductor's wrapper likewise ask for the source of a kernel and of all that i
 
 Launches that overlap (kernels/overlap.py) need two answers more: a kernel that waits for the one
 before writes what it would write without waiting, and Inductor has to launch it with the attribute
-that makes the wait mean something; it has no way to ask for that in a user's kernel.
+that makes the wait mean something; it has no way to ask for that in a user's kernel. Neither has it
+one for a limit of registers (``register_limit.py``). Both are added to the code it writes.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
@@ -22,8 +24,16 @@ import torch
 
 KERNELS = "stof_compile.kernels."
 EFFECTS = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13; 2.11
-ARGUMENT, WAIT = "PDL", "start_after_previous("  # as in kernels/overlap.py, overlap_kernel.py
+# as in kernels/overlap.py, overlap_kernel.py
+ARGUMENT, REGISTERS, WAIT = "PDL", "REGISTERS", "start_after_previous("
+AUTOTUNE = "@triton_heuristics.user_autotune("
 SOURCE = ("user_defined_triton_kernel_transitive_closure_source_code",)
+LIMITED = """try:
+    from stof_compile.register_limit import user_autotune as limited_autotune
+except ImportError:
+    limited_autotune = triton_heuristics.user_autotune
+
+@limited_autotune("""
 
 _known: dict[tuple[Any, ...], Any] = {}
 _lock = RLock()
@@ -59,7 +69,7 @@ def remembered_kernel_facts(trains: bool = False) -> Iterator[None]:
             hasattr(triton_kernel_wrap, name) for name in EFFECTS
         ):
             ending.callback(setattr, writer, "define_kernel", writer.define_kernel)
-            writer.define_kernel = _launching_early(writer.define_kernel)
+            writer.define_kernel = _as_asked(writer.define_kernel)
             # a backward pass may run a kernel of the forward pass again, and is compiled at its
             # first call, when nothing of this holds any more
             if not trains:
@@ -90,11 +100,11 @@ def _as_if_alone(kernel: Any, *more: Any) -> tuple[Any, ...]:
     return (kernel, *more)
 
 
-def _launching_early(define: Callable[..., Any]) -> Callable[..., Any]:
-    """``PythonWrapperCodegen.define_kernel`` that passes the launch attribute on."""
+def _as_asked(define: Callable[..., Any]) -> Callable[..., Any]:
+    """``PythonWrapperCodegen.define_kernel`` that passes launch attribute and limit on."""
 
     def defining(self: Any, name: str, body: str, *rest: Any, **named: Any) -> Any:
-        return define(self, name, with_launch_attribute(body), *rest, **named)
+        return define(self, name, with_register_limit(with_launch_attribute(body)), *rest, **named)
 
     return defining
 
@@ -108,6 +118,21 @@ def with_launch_attribute(body: str) -> str:
     if not mark or f"'{ARGUMENT}': True" not in head or WAIT not in rest:
         return body
     return head.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1) + mark + rest
+
+
+def with_register_limit(body: str) -> str:
+    """Inductor's code of a user's kernel; with its limit of registers, if it is ours and has one.
+
+    Where this package cannot be imported, as in a process that was started without its folder, the
+    kernel has no limit and is as right.
+    """
+    head, mark, rest = body.partition("@triton.jit")
+    limit = re.search(rf"'{REGISTERS}': ([1-9][0-9]*)", head)
+    if not mark or limit is None or AUTOTUNE not in head or WAIT not in rest:
+        return body
+    before, _, after = head.partition(AUTOTUNE)
+    after = after.replace("triton_meta={", f"triton_meta={{'maxnreg': {limit[1]}, ", 1)
+    return f"{before}{LIMITED}{after}{mark}{rest}"
 
 
 def _is_ours(kernel: Any) -> bool:

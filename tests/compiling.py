@@ -6,6 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 import triton
+from stof_compile.kernels.problem import band_flags, next_power_of_two, score_constants
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -28,6 +29,32 @@ POINTERS = {
     "key_tiles": "*i32",
 }
 GFX942 = "gfx942"
+
+
+def attention_constants(
+    head_dim: int, block_q: int, block_k: int, **changes: Any
+) -> dict[str, Any]:
+    """Constants that the attention kernels share, of a problem with nothing but a mask."""
+    width = next_power_of_two(head_dim)
+    return {
+        **score_constants(head_dim**-0.5, 0.0, changes.get("HAS_BIAS", False)),
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": head_dim,
+        "BLOCK_M": block_q,
+        "BLOCK_N": block_k,
+        "BLOCK_D": width,
+        "BLOCK_DV": width,
+        "GROUP": 1,
+        "VEC": 8,
+        "PRECISION": "ieee",
+        "HAS_PADDING": False,
+        "HAS_BIAS": False,
+        "RETURN_LSE": False,
+        "SINGLE_PLANE": True,
+        "HEADS_FAST": False,
+        **band_flags([]),
+        **changes,
+    }
 
 
 class Needs(NamedTuple):
@@ -57,6 +84,19 @@ def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     return held | constants
 
 
+def signature_of(
+    kernel: Any, dtype: str, constants: dict[str, Any]
+) -> tuple[dict[str, str], dict[tuple[int], list[list[Any]]]]:
+    """Types of the arguments, and which are multiples of 16: pointers and strides."""
+    signature = {name: _type(name, dtype, constants) for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.startswith("stride")
+    }
+    return signature, attributes
+
+
 def compile_kernel(
     kernel: Any,
     target: int | str,
@@ -64,18 +104,19 @@ def compile_kernel(
     constants: dict[str, Any],
     num_warps: int,
     num_stages: int,
+    registers: int = 0,
 ) -> Any:
-    """Compile for an sm number or "gfx942"; every integer argument is a 16-byte multiple."""
+    """Compile for an sm number or "gfx942"; every integer argument is a 16-byte multiple.
+
+    Args:
+        registers: of a thread at most, 0: as many as the compiler wants.
+    """
     constants = with_defaults(kernel, constants)
-    signature = {name: _type(name, dtype, constants) for name in kernel.arg_names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.startswith("stride")
-    }
+    signature, attributes = signature_of(kernel, dtype, constants)
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     gpu = GPUTarget("hip", target, 64) if target == GFX942 else GPUTarget("cuda", target, 32)
-    return compile_source(source, gpu, {"num_warps": num_warps, "num_stages": num_stages})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return compile_source(source, gpu, options | ({"maxnreg": registers} if registers else {}))
 
 
 def compile_gluon(

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "templates"}),
     frozenset({"search"}),
     frozenset(
-        {"inductor", "kernel_facts", "dump", "dump_text", "explanation", "report"}
+        {"inductor", "kernel_facts", "register_limit", "dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
         | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan", "improve"}
     ),

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from compile_targets import CUDA, FULL
-from compiling import GFX942, compile_kernel, needs
+from compiling import GFX942, attention_constants, compile_kernel, needs
 from stof_compile.kernels import attention_blockwise, attention_rowwise, blockwise_kernel, limits
 from stof_compile.kernels.attention_blockwise import BlockConfig
 from stof_compile.kernels.problem import band_flags, next_power_of_two, score_constants
@@ -23,36 +23,13 @@ FAR = 1 << 30
 SLIDING = [-32, 32, 0, 0, FAR]
 
 
-def constants(head_dim, block_q, block_k, **changes):
-    width = next_power_of_two(head_dim)
-    return {
-        **score_constants(head_dim**-0.5, 0.0, changes.get("HAS_BIAS", False)),
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": head_dim,
-        "BLOCK_M": block_q,
-        "BLOCK_N": block_k,
-        "BLOCK_D": width,
-        "BLOCK_DV": width,
-        "GROUP": 1,
-        "VEC": 8,
-        "PRECISION": "ieee",
-        "HAS_PADDING": False,
-        "HAS_BIAS": False,
-        "RETURN_LSE": False,
-        "SINGLE_PLANE": True,
-        "HEADS_FAST": False,
-        **band_flags([]),
-        **changes,
-    }
-
-
 def compile_block(target, head_dim, dtype, config, **changes):
     changes = {"EVEN_Q": True, "EVEN_K": True, "HEAVY_FIRST": bool(config.heavy_first), **changes}
-    values = constants(head_dim, config.block_q, config.block_k, **changes)
+    values = attention_constants(head_dim, config.block_q, config.block_k, **changes)
     values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
     compiled = compile_kernel(
         blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
-        config.num_warps, config.num_stages,
+        config.num_warps, config.num_stages, config.registers,
     )  # fmt: skip
     return compiled, needs(compiled, target)
 
@@ -102,6 +79,7 @@ def test_first_block_config_of_other_head_dims(target, head_dim):
 
 KINDS = {
     "lists": ({}, []),
+    "plain lists": ({"plain": True}, []),
     "band": ({"is_band": True}, SLIDING),
     "few rows": ({"is_band": True, "q_len": 128, "planes": 12}, [-32, 32, 32, 32, FAR]),
 }
@@ -156,6 +134,28 @@ def test_hopper_loads_are_pipelined_and_masks_stay_in_registers(loops):
     assert found.registers <= (168 if loops in (5, 7) else 128)
 
 
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_branch_takes_fewer_registers_where_it_has_to(head_dim, dtype, ragged):
+    limited = [c for c in offered_on(90, head_dim, dtype, plain=True) if c.registers]
+    assert {config.loops for config in limited} == {5}
+    for config in limited:
+        even = {"EVEN_Q": not ragged, "EVEN_K": not ragged, "SINGLE_PLANE": not ragged}
+        found = compile_block(90, head_dim, dtype, config, **even)[1]
+        assert_fits(found, 90)
+        assert found.registers <= 128 and 4 * found.shared_bytes <= limits.shared_memory_limit(
+            (9, 0)
+        )
+
+
+def test_no_other_problem_has_a_limit_of_registers():
+    asked = [(90, 64, HALF, False), (90, 64, SINGLE, True), (90, 128, HALF, True)]
+    asked += [(80, 64, HALF, True), (100, 64, HALF, True), (GFX942, 64, HALF, True)]
+    for target, head_dim, dtype, plain in asked:
+        assert not any(c.registers for c in offered_on(target, head_dim, dtype, plain=plain))
+
+
 @pytest.mark.parametrize("target", [80, 90, GFX942])
 def test_all_features_at_once(target):
     changes = {
@@ -169,7 +169,7 @@ def test_all_features_at_once(target):
 
 
 def row_needs(target, head_dim, dtype, config, group, band=()):
-    values = constants(
+    values = attention_constants(
         head_dim, config.block_q, config.block_k, GROUP=group, **band_flags(list(band))
     )
     values |= {
@@ -244,12 +244,12 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     if kernel == "block":
         function = blockwise_kernel.attention_block_kernel
-        values = constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True) | {
+        values = attention_constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True) | {
             "EVEN_Q": False, "EVEN_K": False, "HEAVY_FIRST": True, "LOOPS": 4, "PREFETCH": True,
         }  # fmt: skip
     else:
         function = attention_rowwise._attention_row_kernel
-        values = constants(64, 16, 16, SINGLE_PLANE=False, RETURN_LSE=True, GROUP=4)
+        values = attention_constants(64, 16, 16, SINGLE_PLANE=False, RETURN_LSE=True, GROUP=4)
         values |= {"TILES": 2, "KV_SHARE": 1, "LANES": 16}
     kinds = {"lse": torch.float32, "key_keep": torch.bool, "bitmap": torch.int64}
     with torch._subclasses.FakeTensorMode():
