@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import oracle
 import timing
 import torch
-from cases import Cell, dense_mask, densities, keep_rows, make_inputs
+from cases import Cell, dense_mask, densities, make_inputs
 from machine import conditions
 from peers import Attend, PeerMissingError, Setup, Variant, chosen_variants
 from results import append_row, log_event, say
@@ -22,7 +23,6 @@ from roofline import Ceilings, load_ceilings
 from torch import Tensor
 
 from stof_compile.dump import SiteRecord
-from stof_compile.measure import check_close
 
 FIELDS = (
     "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype",
@@ -58,13 +58,12 @@ class Prepared:
     """What all variants of a cell share: mask, check inputs, fp64 answer, timing inputs.
 
     Args:
-        keep: bool ``[S, S]``, None where that is too long; then ``rows`` are the query positions
-            that the answer has, else None for all of them.
+        keep: bool ``[S, S]``, None where that is too long.
+        rows: query positions of each plane that ``expected`` has, None for all of them.
     """
 
     keep: Tensor | None
     check_inputs: tuple[Tensor, Tensor, Tensor]
-    planes: list[tuple[int, int]]
     rows: Tensor | None
     expected: Tensor
     sets: list[tuple[Tensor, Tensor, Tensor]]
@@ -75,12 +74,9 @@ def prepare(cell: Cell, device: torch.device, ceilings: Ceilings, seed: int) -> 
     """Draw inputs from ``seed`` and evaluate the oracle once for the cell."""
     generator = torch.Generator(device=device).manual_seed(seed)
     keep = dense_mask(cell, device) if cell.has_dense_mask else None
-    rows = None if keep is not None else timing.choose_rows(cell.seq, seed, device)
+    rows = oracle.choose_rows(cell, seed, device)
     check_inputs = make_inputs(cell, device, generator)
-    planes = timing.choose_planes(cell.batch, cell.heads, cell.seq, seed)
-    answered = keep if rows is None else keep_rows(cell, rows)
-    assert answered is not None, "there is a mask, or there are rows of one"
-    expected = timing.oracle(*check_inputs, answered, planes, rows)
+    expected = oracle.answers(cell, check_inputs, keep, rows)
     count = timing.set_count(cell.moved_bytes, device)
     sets = [make_inputs(cell, device, generator) for _ in range(count)]
     density, tiles = densities(cell, keep, device)
@@ -92,7 +88,7 @@ def prepare(cell: Cell, device: torch.device, ceilings: Ceilings, seed: int) -> 
         "tile_floor_us": ceilings.floor_us(cell, tiles),
         **conditions(device),
     }
-    return Prepared(keep, check_inputs, planes, rows, expected, sets, facts)
+    return Prepared(keep, check_inputs, rows, expected, sets, facts)
 
 
 @torch.no_grad()
@@ -142,14 +138,9 @@ def _measure(
     device = setup.device
     attend = variant.build(setup)
     compile_s = timing.first_call(attend, prepared.check_inputs, device)
-    report, complete = _check(attend, prepared, device)
-    if not (report.ok and complete):
-        unwritten = "" if complete else "; some elements are not finite or never written"
-        log_event(
-            *where,
-            "incorrect",
-            f"max {report.max_rel:.3g} rms {report.rms_rel:.3g} against fp64{unwritten}",
-        )
+    report, problem = oracle.check(attend, prepared.check_inputs, prepared.rows, prepared.expected)
+    if problem:
+        log_event(*where, "incorrect", problem)
         return None
     peak = timing.peak_bytes(attend, prepared.check_inputs, device)
     launch = timing.launch_time(attend, prepared.sets, device)
@@ -173,17 +164,6 @@ def _measure(
         "tile_floor_share": prepared.facts["tile_floor_us"] / replay.median_us,
         "detail": stof_choice(attend) if variant.peer == "stof" else "",
     }
-
-
-def _check(attend: Attend, prepared: Prepared, device: torch.device) -> tuple[Any, bool]:
-    """Compare some planes with the oracle, and see that every element of all planes was written."""
-    inputs = prepared.check_inputs
-    timing.poison(inputs[0].shape, inputs[0].dtype, device)
-    out = attend(*inputs)
-    report = check_close(
-        timing.pick_planes(out, prepared.planes, prepared.rows), prepared.expected, inputs[0].dtype
-    )
-    return report, bool(torch.isfinite(out).all())
 
 
 def stof_choice(compiled: Attend) -> str:

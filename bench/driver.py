@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,14 +12,17 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import cell_process
 import torch
+from cell_process import CORES
+from columns import check_columns
 from results import log_event, log_path, read_rows, say, settled_lines
 
 HERE = Path(__file__).resolve().parent
 BY_CELL = ("attention", "e2e", "tuning", "accuracy", "operators", "passes")
-CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
 NO_MODELS = ("attention", "cpu", "mask", "ceilings", "density", "operators")
 ALL_MODELS = ("tuning", "accuracy")  # unless the command line names some
 
@@ -86,21 +88,11 @@ def worker_command(args: argparse.Namespace, unit: str, gpu: int | None = None) 
         str(HERE / "run.py"),
         "attention" if args.command == "cpu" else args.command,
     ]
-    for name in (
-        "grid",
-        "peers",
-        "device",
-        "out",
-        "kernel",
-        "axes",
-        "model",
-        "seed",
-        "caches",
-        "length",
-        "tune_budget",
-        "dump_dir",
-        "samples",
-    ):
+    names = (
+        "grid", "peers", "device", "out", "kernel", "axes", "model", "seed", "caches", "length",
+        "tune_budget", "dump_dir", "samples", "repeats",
+    )  # fmt: skip
+    for name in names:
         value = getattr(args, name)
         if name == "caches" and gpu is not None and args.command != "attention":
             value = value / f"gpu{gpu}"
@@ -141,7 +133,12 @@ def drive(args: argparse.Namespace) -> int:
 
         return run_paper(args)
     started, failed = time.monotonic(), 0
-    for number, grid in enumerate((args.grid or "").split(",")):
+    grids = (args.grid or "").split(",")
+    for grid in grids if args.resume else ():  # before minutes are spent on the first
+        one = argparse.Namespace(**{**vars(args), "grid": grid or None})
+        settle(one)
+        check_columns(one)
+    for number, grid in enumerate(grids):
         one = argparse.Namespace(**vars(args))
         one.grid = grid or None
         one.budget = args.budget - (time.monotonic() - started)
@@ -163,6 +160,8 @@ def run_command(args: argparse.Namespace) -> int:
         f"{args.out}, caches in {args.caches}"
     )
     started = time.monotonic()
+    if units:
+        cell_process.start_server()
     if args.warm > 0 and units:
         warm(args, units)
     failed = run_units(args, units, started)
@@ -214,7 +213,12 @@ def run_units(args: argparse.Namespace, units: Sequence[Unit], started: float) -
         failed = serve(None)
     else:
         with ThreadPoolExecutor(args.gpus) as threads:
-            failed = sum(threads.map(serve, range(args.gpus)))
+            try:
+                failed = sum(threads.map(serve, range(args.gpus)))
+            except BaseException:  # Ctrl-C reaches this thread only, and no cell
+                waiting.clear()
+                cell_process.end_all()
+                raise
     if waiting:
         say(
             f"budget of {args.budget:.0f} s spent: {len(waiting)} cells left; run again with "
@@ -228,49 +232,50 @@ def run_units(args: argparse.Namespace, units: Sequence[Unit], started: float) -
 def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float, gpu: int | None = None) -> int:
     """Run one worker; 1 if it failed or took too long, which the log then says."""
     try:
-        done = subprocess.run(
-            worker_command(args, unit.name, gpu),
-            env=worker_environment(args, gpu),
-            timeout=limit_s,
-            check=False,
+        process = cell_process.start(
+            worker_command(args, unit.name, gpu), worker_environment(args, gpu)
         )
-    except subprocess.TimeoutExpired:
-        text = f"stopped after {limit_s:.0f} s; its finished rows stay"
+        code = cell_process.finish(process, limit_s)
+    except (OSError, EOFError) as failure:
+        text = f"no process could be started: {failure!r}"
         log_event(args.out, unit.name, "-", "-", "error", text)
         return 1
-    if done.returncode != 0:
-        text = f"the cell's process ended with {done.returncode}"
-        log_event(args.out, unit.name, "-", "-", "error", text)
-        return 1
-    return 0
+    if code == 0:
+        return 0
+    text = f"stopped after {limit_s:.0f} s; its finished rows stay"
+    if code is not None:
+        text = f"the cell's process ended with {code}"
+    log_event(args.out, unit.name, "-", "-", "error", text)
+    return 1
 
 
 def warm(args: argparse.Namespace, units: Sequence[Unit]) -> None:
     """Fill the compiler caches, several cells at a time; nothing is timed."""
     waiting = list(enumerate(units))
-    running: list[tuple[str, subprocess.Popen[bytes]]] = []
+    running: list[tuple[str, BaseProcess]] = []
     started = time.monotonic()
     limit = 0.5 * args.budget
     say(f"warming the compiler caches of {len(waiting)} cells, {args.warm} processes at a time")
-    while waiting or running:
-        if time.monotonic() - started > limit:
-            say(f"  warm-up stopped after {limit:.0f} s; the rest compiles in the timed pass")
-            for _, process in running:
-                process.kill()
-                process.wait()
-            return
-        while waiting and len(running) < args.warm:
-            index, unit = waiting.pop(0)
-            command = [*worker_command(args, unit.name), "--warm-worker", str(index)]
-            running.append((unit.name, subprocess.Popen(command, env=worker_environment(args))))
-        time.sleep(0.2)
-        still = []
-        for name, process in running:
-            if process.poll() is None:
-                still.append((name, process))
-            elif process.returncode != 0:
-                say(f"  warm-up of {name} ended with {process.returncode}")
-        running = still
+    try:
+        while waiting or running:
+            if time.monotonic() - started > limit:
+                say(f"  warm-up stopped after {limit:.0f} s; the rest compiles in the timed pass")
+                return
+            while waiting and len(running) < args.warm:
+                index, unit = waiting.pop(0)
+                command = [*worker_command(args, unit.name), "--warm-worker", str(index)]
+                running.append((unit.name, cell_process.start(command, worker_environment(args))))
+            time.sleep(0.2)
+            still = []
+            for name, process in running:
+                if not cell_process.done(process):
+                    still.append((name, process))
+                elif code := cell_process.finish(process, 0.0):
+                    say(f"  warm-up of {name} ended with {code}")
+            running = still
+    finally:
+        for _, process in running:
+            cell_process.end(process)
     say(f"  warm after {time.monotonic() - started:.0f} s")
 
 

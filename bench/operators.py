@@ -7,7 +7,9 @@ Inductor for the rest). ``inductor_us``: torch.compile over all of them. ``fused
 STOF's templates, ``fused_config`` its settings, tuned on the fused kernel. ``before_us``: the same
 kernel with the settings nearest to those that were best for the heaviest operation alone. All four
 are timed in turns by CUDA-graph replay (plain calls on a CPU). Errors are the largest relative ones
-against fp64.
+against fp64, of the kernels that are timed; ``detached_rel`` is that of the worst of several, each
+on operands of its own. ``fused_tried`` and ``single_tried`` say how many candidates were measured
+of those drawn (``5/32``): few where ``--tune-budget`` ended it, which the log says too.
 
 The paper's own list of sizes (its Table 3) is not among our sources: these are its three settings
 and one between, by two hidden widths, eight as in its figures.
@@ -20,7 +22,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import timing
 import torch
@@ -30,8 +32,7 @@ from stof_compile.templates import TEMPLATES
 
 from stof_compile.budget import Budget
 from stof_compile.device import device_facts
-from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec, run_recipe
-from stof_compile.measure import check_close
+from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
 from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench
 from stof_compile.search.draw import draw_candidates
 from stof_compile.search.trial import TrialTable
@@ -41,7 +42,8 @@ FIELDS = (
     "cell", "operator", "batch", "seq", "hidden", "dtype",
     "detached_us", "inductor_us", "fused_us", "before_us",
     "detached_rel", "inductor_rel", "fused_rel", "before_rel",
-    "fused_template", "fused_config", "single_template", "single_config", "before_config",
+    "fused_template", "fused_config", "fused_tried",
+    "single_template", "single_config", "single_tried", "before_config",
     "trials", "tuning_s", "device", "torch", "triton", "stof", "date",
 )  # fmt: skip
 OPERATORS = ("bias_norm", "linear_norm", "linear_linear")
@@ -66,6 +68,24 @@ class Problem:
     whole: Recipe
     parts: tuple[Recipe, ...]
     heaviest: int
+
+
+class Tuned(NamedTuple):
+    """What came of tuning a recipe.
+
+    Args:
+        best: the fastest candidate, None where none runs. tried, drawn: how many were measured, of
+            how many.
+    """
+
+    best: Candidate | None
+    tried: int
+    drawn: int
+
+    @property
+    def told(self) -> str:
+        """``tried/drawn``."""
+        return f"{self.tried}/{self.drawn}"
 
 
 def cell_names(device: str) -> list[str]:
@@ -185,43 +205,48 @@ def measure(problem: Problem, bench: DeviceBench, seed: int, where: tuple[Any, s
     """
     started = time.monotonic()
     whole, single = problem.whole, problem.parts[problem.heaviest]
-    library = bench.trial(whole, Candidate(LIBRARY))
     # in this order: the fused kernel gets the larger part of the seconds
-    fused = tuned(bench, whole, seed)
-    alone = tuned(bench, single, seed) if fused is not None else None
-    before = None
-    if fused is None:
-        log_event(*where, "stof", "fused", "missing", "no template of STOF takes it here")
-    elif alone is None:
-        log_event(*where, "stof", "before", "missing", "no template takes the operation alone")
-    else:
-        before = taken_over(bench, whole, fused, alone)
-        if before is None:
-            log_event(*where, "stof", "before", "missing", "settings taken over do not run")
+    fused = tuned(bench, whole, seed, (*where, "stof", "fused"))
+    alone = before = None
+    if fused.best is not None:
+        alone = tuned(bench, single, seed, (*where, "stof", "single"))
+        if alone.best is not None:
+            before = taken_over(bench, whole, fused.best, alone.best)
+            if before is None:
+                log_event(*where, "stof", "before", "missing", "settings taken over do not run")
     schemes: dict[str, list[tuple[Recipe, Candidate]]] = {
-        "detached": [(part, Candidate(LIBRARY)) for part in problem.parts]
+        "detached": [(part, Candidate(LIBRARY)) for part in problem.parts],
+        "inductor": [(whole, Candidate(LIBRARY))],
     }
-    row: dict[str, Any] = {"detached_rel": detached_error(problem, bench)}
-    if library.status == "measured":
-        schemes["inductor"], row["inductor_rel"] = [(whole, Candidate(LIBRARY))], library.error
-    else:
-        log_event(*where, "inductor", "-", "error", library.reason)
-    for name, candidate in (("fused", fused), ("before", before)):
+    row: dict[str, Any] = {f"{name}_us": "" for name in (*schemes, "fused", "before")}
+    for name, candidate in (("fused", fused.best), ("before", before)):
         if candidate is not None:
             schemes[name] = [(whole, candidate)]
-            row[f"{name}_rel"] = bench.trial(whole, candidate).error
             row[f"{name}_config"] = _text(candidate)
+    for name, scheme in list(schemes.items()):
+        trials = [bench.trial(*pair) for pair in scheme]
+        failed = [trial.reason for trial in trials if trial.status != "measured"]
+        if failed:
+            log_event(*where, name, "-", "error", failed[0])
+            del schemes[name]
+        else:
+            row[f"{name}_rel"] = max(trial.error for trial in trials)
     row["tuning_s"] = time.monotonic() - started
     times = bench.compare(list(schemes.values()))
     row |= {f"{name}_us": us for name, us in zip(schemes, times, strict=True)}
-    row |= {"fused_template": fused.template} if fused else {}
-    row |= {"single_template": alone.template, "single_config": _text(alone)} if alone else {}
-    row |= {f"{name}_us": "" for name in ("inductor", "fused", "before") if name not in schemes}
-    return {**row, "trials": bench.table.measured}
+    row |= {"fused_template": fused.best.template} if fused.best else {}
+    if alone is not None and alone.best is not None:
+        row |= {"single_template": alone.best.template, "single_config": _text(alone.best)}
+    tried = {"fused_tried": fused.told, "single_tried": alone.told if alone else ""}
+    return {**row, **tried, "trials": bench.table.measured}
 
 
-def tuned(bench: DeviceBench, recipe: Recipe, seed: int) -> Candidate | None:
-    """The fastest of some candidates of the templates; None where no template runs it."""
+def tuned(bench: DeviceBench, recipe: Recipe, seed: int, where: tuple[Any, str, str, str]) -> Tuned:
+    """Measure some candidates of the templates while there are seconds, one at least.
+
+    Args:
+        where: for the log, which hears of a recipe that none runs or that was hardly tuned.
+    """
     space = bench.candidates(recipe)
     drawn = draw_candidates(space, TRIALS, f"{seed}", library=False)
     bench.prepare(recipe, drawn)
@@ -231,7 +256,15 @@ def tuned(bench: DeviceBench, recipe: Recipe, seed: int) -> Candidate | None:
             break
         timed.append((bench.trial(recipe, candidate).cost_us, candidate))
     finite = [(us, candidate) for us, candidate in timed if math.isfinite(us)]
-    return min(finite, key=lambda pair: pair[0])[1] if finite else None
+    best = min(finite, key=lambda pair: pair[0])[1] if finite else None
+    result = Tuned(best, len(timed), len(drawn))
+    if not drawn:
+        log_event(*where, "missing", "no template of STOF takes it here")
+    elif best is None:
+        log_event(*where, "error", f"no candidate runs, of {result.told} tried")
+    elif len(timed) < len(drawn):
+        log_event(*where, "note", f"{result.told} candidates tried when the seconds were spent")
+    return result
 
 
 def taken_over(
@@ -261,15 +294,6 @@ def nearest(space: Sequence[Candidate], alone: Candidate) -> list[Candidate]:
 def _far(a: Any, b: Any) -> float:
     numbers = all(type(v) in (int, float) and v > 0 for v in (a, b))
     return abs(math.log2(a / b)) if numbers else float(a != b)
-
-
-def detached_error(problem: Problem, bench: DeviceBench) -> float:
-    """Largest relative error of the operations one by one, in the tested dtype, against fp64."""
-    with torch.no_grad():
-        operands = bench.operands(problem.whole)
-        exact = run_recipe(problem.whole, operands, torch.float64)
-        own = run_recipe(problem.whole, operands)
-        return check_close(own, exact, own.dtype).max_rel
 
 
 def _text(candidate: Candidate) -> str:

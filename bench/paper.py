@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from columns import check_columns
 from driver import BY_CELL, HERE, pending_units, run_command, settle
 from results import say
 
@@ -28,6 +29,7 @@ QUICK_PEERS = {
 }
 PATIENCE = {"cell_timeout": 500.0}  # of attention over long sequences
 COMPARED = "compile-default,flex-default,stof-default"
+QUICK_PIPELINES = "fuse_transpose,qkv,all"
 ABLATION = "compile-default,stof-default,stof-attention,stof-fusion,stof-broken-mha"
 
 
@@ -89,29 +91,26 @@ def quick_parts(device: str) -> list[Part]:
     one = {"model": first, "cells": settings[0], **budget}
     long = {"model": first, "cells": "1x4096" if cuda else "1x1024", **budget}
     four = {"model": models, "cells": ",".join(settings), **budget}
-    operators = {"cells": "1x128x512" if cuda else "1x128x256", "tune_budget": 10.0}
+    operators = {"cells": "1x128x512" if cuda else "1x128x256", **budget}
     steps = {"cells": "build sliding,attention sliding", "length": 131072 if cuda else 2048}
-    # FlexAttention's C++ takes most of a minute to compile: on a CPU one cell has it, at the end
-    compared = COMPARED if cuda else COMPARED.replace("flex-default,", "")
-    parts = [
+    return [
         Part("Table 2", "density", "density"),
         Part("Figures 3 and 4", "operators", "operators", operators),
-        Part("Graph Surgeon", "passes", "passes", one),
+        Part("Graph Surgeon", "passes", "passes", {**one, "peers": QUICK_PIPELINES}),
         Part("Figure 12", "e2e", "e2e", {**one, "peers": ABLATION}),
         Part("long sequences", "attention", "attention-long",
              {"grid": f"quick-long{suffix}", "peers": peers, "warm": 0}),
         Part("long sequences", "e2e", "e2e-long",
              {**long, "peers": "compile-default,stof-default"}),
         Part("long sequences", "mask", "mask", steps),
-        Part("Table 4 and Figure 13", "tuning", "tuning", one),
+        Part("Table 4 and Figure 13", "tuning", "tuning", {**one, "repeats": 1}),
         Part("Figures 9 and 10", "attention", "attention",
              {"grid": f"quick{suffix}", "peers": peers, "warm": 4 if cuda else 0}),
-        Part("Figure 11", "e2e", "e2e", {**four, "peers": compared}, adds=True),
+        Part("Figure 11", "e2e", "e2e", {**four, "peers": "compile-default,stof-default"},
+             adds=True),
+        # one cell only: on a CPU its C++ takes most of a minute to compile
+        Part("Figure 11", "e2e", "e2e", {**one, "peers": "flex-default"}, adds=True),
     ]  # fmt: skip
-    if not cuda:
-        flex = {**one, "peers": "flex-default"}
-        parts.append(Part("Figure 11", "e2e", "e2e", flex, adds=True))
-    return parts
 
 
 def run_paper(args: argparse.Namespace) -> int:
@@ -127,7 +126,12 @@ def run_paper(args: argparse.Namespace) -> int:
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     args.caches = args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))
     failed, told = 0, []
-    for part in (quick_parts if args.quick else full_parts)(args.device):
+    parts = (quick_parts if args.quick else full_parts)(args.device)
+    if args.quick and args.resume:  # what has no rows at all comes first
+        parts.sort(key=lambda part: (folder / f"{part.name}-{args.device}.csv").exists())
+    for part in parts if args.resume else ():  # before hours are spent on the first
+        check_columns(part_arguments(args, part, folder))
+    for part in parts:
         one = part_arguments(args, part, folder)
         one.budget = args.budget - (time.monotonic() - started)
         say(f"== {part.shows}: {part.command}, {one.budget:.0f} s left")

@@ -24,6 +24,29 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def check_header(path: Path, fields: Sequence[str]) -> None:
+    """See that rows with just these columns can be added to a file, which need not be there.
+
+    Raises:
+        SystemExit: it was written with others; says with which, and what to do.
+    """
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        header = next(csv.reader(file), list(fields))
+    if header == list(fields):
+        return
+    missing = [name for name in fields if name not in header]
+    unknown = [name for name in header if name not in fields]
+    said = [f"it lacks {', '.join(missing)}"] if missing else []
+    said += [f"it has {', '.join(unknown)} too many"] if unknown else []
+    raise SystemExit(
+        f"no rows can be added to {path}, which was written with other columns: "
+        f"{'; '.join(said) or 'they are in another order'}. Move the file away, name another one "
+        "with --out, or leave out --resume, which begins it anew"
+    )
+
+
 def append_row(path: Path, fields: Sequence[str], row: dict[str, Any]) -> None:
     """Append one row, with the header first in a new file; floats keep five digits.
 
@@ -34,14 +57,8 @@ def append_row(path: Path, fields: Sequence[str], row: dict[str, Any]) -> None:
     assert not unknown, f"columns without a place in {path.name}: {sorted(unknown)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(_lock_path(path)):  # workers may run side by side
+        check_header(path, fields)
         fresh = not path.exists() or path.stat().st_size == 0
-        if not fresh:
-            with path.open(newline="") as file:
-                header = next(csv.reader(file))
-            if header != list(fields):
-                raise SystemExit(
-                    f"{path} has other columns; choose another --out or run without --resume"
-                )
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(fields))
             if fresh:

@@ -13,8 +13,8 @@
     python bench/run.py report FILE...           # print the summary of CSV files again
     python bench/run.py page                     # docs/benchmarks.md from the committed CSV files
 
-Every cell runs in a process of its own. Rows go to a CSV, everything that did not become a row to
-``<out>.log.csv``.
+Every cell runs in a process of its own (cell_process.py). Rows go to a CSV, everything that did not
+become a row to ``<out>.log.csv``.
 """
 
 from __future__ import annotations
@@ -128,6 +128,13 @@ def parser() -> argparse.ArgumentParser:
         help="passes: calls timed of each pipeline; as many before them warm up",
     )
     parsed.add_argument(
+        "--repeats",
+        type=int,
+        default=2,
+        help="tuning: processes of each way after the cold one, of which the fastest counts; "
+        "default %(default)d",
+    )
+    parsed.add_argument(
         "--dump-dir", type=Path, help="e2e: STOF's dump of every cell, in a folder of its own there"
     )
     parsed.add_argument(
@@ -149,6 +156,10 @@ def main(arguments: list[str] | None = None) -> int:
         from worker import work
 
         return work(args)
+    if args.command == "paper":  # it imports while this process does
+        from cell_process import start_server
+
+        start_server()
     from driver import drive
 
     return drive(args)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import oracle
 import timing
 import torch
 from attention import Paths, Prepared, prepare
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import BlockMask, build_block_mask
-from stof_compile.measure import check_close
 
 FIELDS = (
     "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype",
@@ -215,13 +215,9 @@ def _measure(
     attend = bind(kernel, trial, mask, cell.head_dim**-0.5)
     inputs = prepared.check_inputs
     compile_s = timing.first_call(attend, inputs, device)
-    timing.poison(inputs[0].shape, inputs[0].dtype, device)
-    out = attend(*inputs)
-    report = check_close(
-        timing.pick_planes(out, prepared.planes), prepared.expected, inputs[0].dtype
-    )
-    if not report.ok or not bool(torch.isfinite(out).all()):
-        return f"max {report.max_rel:.3g} rms {report.rms_rel:.3g} against fp64"
+    report, problem = oracle.check(attend, inputs, prepared.rows, prepared.expected)
+    if problem:
+        return problem
     replay = timing.replay_time(attend, prepared.sets, device, budget_s=0.1)
     settings = _config_type(kernel)(*trial.config)._asdict()
     return {

@@ -170,12 +170,14 @@ def operators_table(group: Group) -> list[str]:
             r["cell"], *(_plain(us[n], 2) for n in ("detached", "inductor", "fused")),
             _plain(us["detached"] / us["fused"], 2), _plain(us["inductor"] / us["fused"], 2),
             _plain(us["before"], 2), _plain(us["before"] / us["fused"], 2), chosen,
+            *(r.get(f"{name}_tried") or "-" for name in ("fused", "single")),
             f"{number(r, 'fused_rel'):.1e}" if r.get("fused_rel") else "-",
             f"{number(r, 'inductor_rel'):.1e}" if r.get("inductor_rel") else "-",
         ))  # fmt: skip
     head = (
         "operator/size", "apart us", "Inductor us", "fused us", "apart / fused", "Inductor / fused",
-        "settings of before us", "before / after", "template", "max error", "Inductor's",
+        "settings of before us", "before / after", "template", "tried fused", "tried before",
+        "max error", "Inductor's",
     )  # fmt: skip
     return table(head, rows)
 

@@ -1,4 +1,4 @@
-"""How one callable is timed, checked and kept apart from its neighbours.
+"""How one callable is timed and kept apart from its neighbours.
 
 Gates use CUDA-graph replay over rotating inputs (``stof_compile.measure``); the launch-included
 time of the same callable stands in a second column.
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stof_compile.measure import Timing, time_callable
 
@@ -78,6 +77,8 @@ def first_call(fn: Callable[..., Any], args: Sequence[Any], device: torch.device
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     """Leave NaN in the memory the next outputs get, so that an unwritten element shows."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or they might get what an earlier call held: the right result
     held = [torch.full(tuple(shape), float("nan"), dtype=dtype, device=device) for _ in range(3)]
     synchronize(device)
     del held
@@ -155,53 +156,3 @@ def back_to_back_us(
         fn(*sets[turn % len(sets)])
     synchronize(device)
     return 1e6 * (time.perf_counter() - start) / calls
-
-
-def choose_planes(batch: int, heads: int, seq: int, seed: int) -> list[tuple[int, int]]:
-    """The (batch, head) planes the oracle runs on: all while cheap, else six with both ends."""
-    every = [(b, h) for b in range(batch) for h in range(heads)]
-    if len(every) * seq * seq <= 2**27:
-        return every
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(every), generator=generator).tolist()
-    return [every[i] for i in sorted({0, len(every) - 1, *order[:4]})]
-
-
-def choose_rows(seq: int, seed: int, device: torch.device, count: int = 128) -> Tensor:
-    """Query positions the oracle answers where all are too many: both ends, the others drawn."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(seq, (count - 2,), generator=generator)
-    return torch.cat([torch.tensor([0, seq - 1]), drawn]).unique().to(device)
-
-
-def oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    planes: Sequence[tuple[int, int]],
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Masked attention in fp64 on some planes, ``[len(planes), R, D]``.
-
-    Args:
-        keep: bool ``[R, S]``. rows: the R query positions answered; None = all S.
-    """
-    from stof_compile.kernels.reference import attention_reference
-
-    answers = []
-    for b, h in planes:
-        q64, k64, v64 = (t[b : b + 1, h : h + 1].double() for t in (q, k, v))
-        q64 = q64 if rows is None else q64[:, :, rows]
-        out = attention_reference(q64, k64, v64, keep=keep[None, None])
-        out = out[0] if isinstance(out, tuple) else out
-        answers.append(out[0, 0])
-    return torch.stack(answers)
-
-
-def pick_planes(
-    out: Tensor, planes: Sequence[tuple[int, int]], rows: Tensor | None = None
-) -> Tensor:
-    """The same planes, and rows, of an output ``[B, H, S, D]``."""
-    picked = torch.stack([out[b, h] for b, h in planes])
-    return picked if rows is None else picked[:, rows]

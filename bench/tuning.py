@@ -2,7 +2,7 @@
 
 Every figure is a process of its own over one folder of caches per cell. The first process of STOF
 finds nothing and tunes; the following ones find its choices and Inductor's caches, as the
-processes of plain torch.compile find Inductor's (the fastest of ``REPEATS`` counts). Both get the
+processes of plain torch.compile find Inductor's (the fastest of ``--repeats`` counts). Both get the
 same model and mask.
 
 ``tuning_s`` is all that STOF does before it hands the graph to Inductor; ``fusion_s`` the part of
@@ -31,7 +31,6 @@ FIELDS = (
     "chains", "initial_us", "final_us", "gain", "detail",
     "device", "torch", "triton", "transformers", "stof", "date",
 )  # fmt: skip
-REPEATS = 2
 
 
 def tuning_units(args: argparse.Namespace, shapes: list[str]) -> list[str]:
@@ -52,7 +51,7 @@ def run_tuning(args: argparse.Namespace, device: torch.device) -> None:
     caches = args.caches / f"tuning-{model}-{shape}"
     shutil.rmtree(caches, ignore_errors=True)  # a cell that was cut off is not half warm
     found: dict[str, list[dict[str, Any]]] = {"stof": [], "compile": []}
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + max(1, args.repeats)):
         for name, calls in found.items():
             calls.append(in_new_process(args, f"{args.worker}/{name}", caches))
             say(f"  {args.worker} {name}: {calls[-1]['seconds']:.2f} s")

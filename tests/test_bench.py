@@ -57,7 +57,7 @@ def run_all(folder):
         *([*e2e, "--peers", ",".join(peers), "--worker", f"{m}/1x100"] for m, peers in RUN.items()),
         [*e2e, "--resume", "--cells", "1x100", "--model", "t5-base", "--peers", ",".join(WAYS)],
         ["report", str(folder / "e2e.csv")],
-        [*tuning, "--worker", "bert-tiny/1x64"],
+        [*tuning, "--repeats", "1", "--worker", "bert-tiny/1x64"],
         [*tuning, "--resume", "--models", "bert-tiny", "--cells", "1x64"],
         [*accuracy, "--worker", "bert-tiny/1x32"],
         [*accuracy, "--resume", "--model", "bert-base", "--cells", "1x32"],
@@ -108,6 +108,7 @@ def test_cost_of_tuning(ran):
         float(row["warm_s"]) - float(row["plain_warm_s"]), rel=0.01, abs=1e-3
     )
     assert "tuning on cpu: 0 cells to run" in stderr
+    assert stderr.count("  bert-tiny/1x64 stof: ") == 2  # a cold process and, as asked, one more
 
 
 def test_accuracy_beside_that_of_torch_compile(ran):
@@ -227,10 +228,8 @@ def test_workers_side_by_side_share_no_gpu_core_or_cache(driver, tmp_path, monke
     places = [driver.worker_environment(given(tmp_path), gpu) for gpu in (0, 1)]
     assert [p["CUDA_VISIBLE_DEVICES"] for p in places] == ["4", "6"]
     assert [p[driver.CORES] for p in places] == ["2,5", "3,7"]
-    names = (
-        "grid peers device kernel axes model seed length tune_budget dump_dir samples sweep smoke"
-    )
-    args = given(tmp_path, **dict.fromkeys(names.split()))
+    names = "grid peers device kernel axes model seed length tune_budget dump_dir samples repeats"
+    args = given(tmp_path, **dict.fromkeys([*names.split(), "sweep", "smoke"]))
     caches = [driver.worker_command(args, "cell", gpu) for gpu in (0, 1, None)]
     found = [command[command.index("--caches") + 1] for command in caches]
     assert found == [str(tmp_path / "gpu0"), str(tmp_path / "gpu1"), str(tmp_path)]
@@ -250,3 +249,62 @@ def test_rows_of_workers_side_by_side_have_one_header(driver, tmp_path):
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda n: append_row(out, ("cell", "time"), {"cell": n}), range(40)))
     assert sorted(int(r["cell"]) for r in rows_of(out)) == list(range(40))
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def command(*words):
+    import run
+
+    return run.parser().parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda names: [n for n in names if n != "p80_us"], "it lacks p80_us. Move"),
+        (lambda names: [*names, "speed"], "it has speed too many. Move"),
+        (lambda names: ["old", *names[1:]], "it lacks cell; it has old too many. Move"),
+        (lambda names: names[::-1], "they are in another order. Move"),
+    ],
+    ids=["missing", "unknown", "both", "order"],
+)
+def test_a_file_with_other_columns_ends_the_command_before_it_measures(
+    driver, tmp_path, monkeypatch, change, words
+):
+    import density
+    import paper
+    from attention import FIELDS
+
+    out = tmp_path / "attention-cpu.csv"
+    out.write_text(",".join(change(list(FIELDS))) + "\n")
+    for module in (driver, paper):
+        monkeypatch.setattr(module, "run_command", None)
+    args = ["attention", "--grid", "smoke,quick", "--device", "cpu", "--out", str(out), "--resume"]
+    with pytest.raises(SystemExit, match=words) as refused:
+        driver.drive(command(*args))
+    assert str(out) in str(refused.value) and "--out" in str(refused.value)
+    (tmp_path / "density-cpu.csv").write_text(",".join(density.FIELDS) + "\n")  # a part before it
+    args = ["paper", "--quick", "--device", "cpu", "--out", str(tmp_path), "--resume"]
+    with pytest.raises(SystemExit, match=words):
+        driver.drive(command(*args))
+
+
+def test_a_log_with_other_columns_ends_the_command_too(driver, tmp_path):
+    (tmp_path / "rows.log.csv").write_text("cell,text\n")
+    args = command("density", "--device", "cpu", "--out", str(tmp_path / "rows.csv"), "--resume")
+    with pytest.raises(SystemExit, match=r"rows\.log\.csv.* lacks peer, variant, kind, reason"):
+        driver.drive(args)
+
+
+def test_every_command_with_rows_has_columns(driver, tmp_path):
+    from columns import check_columns
+    from run import COMMANDS
+
+    out = tmp_path / "rows.csv"
+    for name in set(COMMANDS) - {"report", "page", "paper"}:
+        for sweep in (False, True)[: 1 + (name == "attention")]:
+            check_columns(Namespace(command=name, sweep=sweep, out=out))  # there is no file yet
+    out.write_text("")
+    check_columns(Namespace(command="mask", sweep=False, out=out))

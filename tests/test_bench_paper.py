@@ -1,4 +1,4 @@
-"""The papers' tables: statistics, operators, pipelines, long cells, parts. All of toy sizes."""
+"""The papers' tables: statistics, pipelines, long cells, parts. All of toy sizes."""
 
 import csv
 import math
@@ -120,102 +120,6 @@ def test_a_single_pass_changes_places_and_no_result(name, places, monkeypatch):
     assert sum(counted) == places if places else counted
 
 
-# -- operators -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("operator", ["bias_norm", "linear_norm", "linear_linear"])
-def test_parts_of_an_operator_compute_the_whole(operator):
-    from operators import make_problem
-
-    from stof_compile.fusion.recipe import run_recipe
-    from stof_compile.search.operands import random_operand
-
-    problem = make_problem(operator, 2, 5, 8, torch.float32, "cpu")
-    whole, generator = problem.whole, torch.Generator().manual_seed(0)
-    given = [random_operand(whole, i, CPU, generator) for i in range(len(whole.operands))]
-    value, rest = None, list(given)
-    for part in problem.parts:
-        own = [rest.pop(0)] if value is None else [value]
-        own += [rest.pop(0) for _ in part.operands[1:]]
-        value = run_recipe(part, own)
-    torch.testing.assert_close(value, run_recipe(whole, given))
-    assert problem.parts[problem.heaviest].result.kind in ("linear", "layer_norm")
-
-
-class FakeBench:
-    """Candidates of one template; a smaller tile is faster, alone the other way round."""
-
-    def __init__(self, whole, templates=("t",)):
-        from stof_compile.search.bench import Candidate
-
-        self.whole, self.device = whole, CPU
-        self.budget = SimpleNamespace(spent=False)
-        self.table = SimpleNamespace(measured=0)
-        self._space = [Candidate(t, (("block", b), ("warps", 4))) for t in templates
-                       for b in (16, 32, 64)]  # fmt: skip
-
-    def candidates(self, recipe):
-        return self._space
-
-    def prepare(self, recipe, candidates):
-        assert set(candidates) <= set(self._space)
-
-    def trial(self, recipe, candidate):
-        self.table.measured += 1
-        block = candidate.settings.get("block", 100)
-        us = float(block) if recipe is self.whole else 1.0 / block
-        return SimpleNamespace(cost_us=us, error=1e-3, status="measured", reason="")
-
-    def compare(self, schemes):
-        return [sum(self.trial(*pair).cost_us for pair in scheme) for scheme in schemes]
-
-    def operands(self, recipe):
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randn(o.shape, generator=generator) for o in recipe.operands]
-
-
-def test_an_operator_is_tuned_fused_and_with_settings_of_before(tmp_path):
-    from operators import make_problem, measure
-
-    problem = make_problem("linear_norm", 1, 4, 8, torch.float32, "cpu")
-    row = measure(problem, FakeBench(problem.whole), 0, (tmp_path / "rows.csv", "cell"))
-    assert (row["fused_config"], row["fused_us"]) == ("block=16 warps=4", 16.0)
-    assert row["single_config"] == row["before_config"] == "block=64 warps=4"
-    assert (row["before_us"], row["inductor_us"]) == (64.0, 100.0)
-    assert row["detached_us"] == pytest.approx(0.02) and row["detached_rel"] < 1e-5
-
-
-def test_an_operator_without_a_template_says_so(tmp_path, capsys):
-    from operators import make_problem, measure
-
-    problem = make_problem("bias_norm", 1, 4, 8, torch.float32, "cpu")
-    row = measure(problem, FakeBench(problem.whole, ()), 0, (tmp_path / "rows.csv", "cell"))
-    assert row["fused_us"] == row["before_us"] == "" and row["inductor_us"] == 100.0
-    assert "no template of STOF takes it here" in capsys.readouterr().err
-
-
-def test_nearest_settings_count_doublings():
-    from operators import nearest
-
-    from stof_compile.search.bench import candidate_of
-
-    space = [candidate_of("t", {"m": m, "form": form}) for m in (16, 64, 256) for form in "ab"]
-    order = nearest(space, candidate_of("u", {"m": 128, "form": "b", "other": 3}))
-    assert [c.settings["m"] for c in order[:2]] == [64, 256] and order[0].settings["form"] == "b"
-
-
-def test_cells_of_operators_by_name_size_or_both(tmp_path):
-    from operators import operator_units
-
-    args = Namespace(device="cpu", out=tmp_path / "rows.csv", cells="bias_norm")
-    assert operator_units(args) == ["bias_norm/1x128x256", "bias_norm/1x512x256"]
-    args.cells = "1x128x256"
-    assert len(operator_units(args)) == 3
-    args.cells = "1x128"
-    with pytest.raises(SystemExit, match="no cell 1x128; cells: bias_norm"):
-        operator_units(args)
-
-
 # -- attention cells -------------------------------------------------------------------------------
 
 
@@ -228,23 +132,6 @@ def test_grids_name_every_cell_once():
     assert not {c.name for c in GRIDS["table2"]} & {c.name for c in GRIDS["mha"]}
     assert max(c.seq for c in GRIDS["long"]) == 2**20 > DENSE_LIMIT
     assert {c.head_dim for c in GRIDS["headdims"]} == {64, 80, 96, 128, 192, 256}
-
-
-@pytest.mark.parametrize("mask", ["causal", "sliding", "longformer", "bigbird"])
-def test_rows_of_a_long_mask_and_its_answer(mask):
-    import timing
-    from cases import dense_mask, keep_rows, make_inputs, table2_cell
-
-    cell = table2_cell(1, 257, mask, heads=2, head_dim=8, dtype="float32")
-    keep, rows = dense_mask(cell, CPU), timing.choose_rows(257, 3, CPU, 10)
-    assert {0, 256} <= set(rows.tolist())
-    assert torch.equal(keep_rows(cell, rows), keep[rows])
-    inputs = make_inputs(cell, CPU, torch.Generator().manual_seed(0))
-    whole = timing.oracle(*inputs, keep, [(0, 1)])
-    some = timing.oracle(*inputs, keep[rows], [(0, 1)], rows)
-    torch.testing.assert_close(some, whole[:, rows])
-    picked = timing.pick_planes(whole[None], [(0, 0)], rows)
-    torch.testing.assert_close(picked, some)
 
 
 def test_random_tiles_and_densities_without_the_matrix():
@@ -338,6 +225,42 @@ def test_parts_are_commands_that_exist(device, quick, tmp_path):
     told = " ".join(part.shows for part in parts)
     for shown in ("Table 2", "9 and 10", "11", "12", "13", "Table 4", "3 and 4", "Graph", "long"):
         assert shown in told
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_quick_run_leaves_out_what_takes_long(device):
+    import paper
+    import passes
+
+    parts = paper.quick_parts(device)
+    (pipelines,) = (p.given["peers"].split(",") for p in parts if p.command == "passes")
+    assert len(pipelines) == 3 and set(pipelines) < set(passes.PIPELINES)
+    (tuning,) = (p for p in parts if p.command == "tuning")
+    args = command_line("--quick", "--device", device, "--caches", "caches")
+    assert args.repeats == 2
+    assert paper.part_arguments(args, tuning, Path()).repeats == 1
+    models = [p for p in parts if p.command == "e2e" and p.name == "e2e"]
+    flex = [p for p in models if "flex" in p.given["peers"]]
+    assert flex == models[-1:] and "," not in flex[0].given["model"] + flex[0].given["cells"]
+    four = models[-2].given  # two models at two settings
+    assert [len(four[name].split(",")) for name in ("model", "cells")] == [2, 2]
+    begun = [p.name for p in parts if not p.adds]
+    assert [p.name for p in parts][: len(begun)] == begun  # every kind of rows before more of one
+
+
+def test_a_resumed_quick_run_begins_with_what_has_no_rows(monkeypatch, tmp_path):
+    import driver
+    import paper
+
+    seen = []
+    monkeypatch.setattr(paper, "run_command", lambda a: seen.append(a.out.stem) or 0)
+    monkeypatch.setattr(paper, "pending_units", lambda args: [])
+    monkeypatch.setattr(paper, "write_folder", lambda folder: None)
+    for name in ("density", "e2e"):
+        (tmp_path / f"{name}-cpu.csv").write_text("")
+    driver.drive(command_line("--device", "cpu", "--out", str(tmp_path), "--quick", "--resume"))
+    assert seen[:2] == ["operators-cpu", "passes-cpu"]
+    assert seen[-4:] == ["density-cpu", "e2e-cpu", "e2e-cpu", "e2e-cpu"]
 
 
 def test_parts_run_in_order_with_one_budget(monkeypatch, tmp_path):

@@ -1,0 +1,170 @@
+"""Processes of cells, forked from a server that has imported what they need.
+
+Importing torch, Inductor and transformers takes seconds, more than many a cell measures.
+multiprocessing's fork server imports ``preload.py`` once and never starts CUDA; a cell is a fork of
+it that takes on its environment and its cores and runs ``run.py`` as if called by the command line.
+Where that would not be the same (a variable that was read at import has another value, CUDA was
+started by an import) the fork replaces itself by an ordinary process and says why.
+
+A cell leads a process group, so that it can be ended with everything it started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+# a fork takes these on, although torch is imported already
+LATE = (CORES, COMPILE_THREADS, "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+# multiprocessing collects finished processes whenever one starts: not in two threads at a time
+_COLLECTING = threading.Lock()
+
+
+def start_server() -> None:
+    """Have the server import ahead while the caller goes on; nothing where it runs already."""
+    path = os.environ.get("PYTHONPATH")
+    # Python before 3.12.8 has the server import by its own search path
+    folders = [str(Path(__file__).resolve().parent), *([path] if path else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    try:
+        forkserver.set_forkserver_preload(["preload"])
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+
+
+def start(command: list[str], environment: Mapping[str, str]) -> BaseProcess:
+    """Start ``[python, script, argument, ...]``.
+
+    Raises:
+        OSError, EOFError: the server is gone; the next start begins another.
+    """
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_begin, args=(command, dict(environment))
+    )
+    with _COLLECTING:
+        process.start()
+    return process
+
+
+def finish(process: BaseProcess, limit_s: float) -> int | None:
+    """Wait for the exit code (minus the signal that ended it); None: it took too long, was ended.
+
+    Whatever interrupts the wait ends the process as well.
+    """
+    try:
+        if not connection.wait([process.sentinel], limit_s):
+            end(process)
+            return None
+    except BaseException:
+        end(process)
+        raise
+    with _COLLECTING:
+        process.join()
+        return process.exitcode
+
+
+def done(process: BaseProcess) -> bool:
+    """Whether it has ended."""
+    return bool(connection.wait([process.sentinel], 0))
+
+
+def end(process: BaseProcess) -> None:
+    """Kill a process with all that it started and that is in its group."""
+    assert process.pid is not None, "started"
+    if not done(process):
+        for kill in (os.killpg, os.kill):  # the latter where it has no group yet, nor children
+            with contextlib.suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
+    with _COLLECTING:
+        process.join()
+
+
+def end_all() -> None:
+    """Kill all that were started and still run."""
+    with _COLLECTING:
+        running = multiprocessing.active_children()
+    for process in running:
+        end(process)
+
+
+# -- in the fork -----------------------------------------------------------------------------------
+
+
+def _begin(command: list[str], environment: dict[str, str]) -> None:
+    """Be the process that a command line would start."""
+    os.setpgid(0, 0)
+    reason = unfit(environment)
+    if reason:
+        print(f"  as an ordinary process: {reason}", file=sys.stderr, flush=True)
+        os.execve(command[0], command, environment)
+    _take(environment)
+    sys.argv = command[1:]
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
+    try:
+        runpy.run_path(command[1], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def unfit(environment: Mapping[str, str]) -> str:
+    """Why a fork cannot be what a new process would be; empty where it can."""
+    import torch
+    from preload import STARTED
+
+    held = [STARTED, os.environ]  # libraries set variables, in the caller too
+    names = sorted(
+        name
+        for name in {*STARTED, *environment} - {*LATE}
+        if all(environment.get(name) != values.get(name) for values in held)
+    )
+    if names:
+        return f"{', '.join(names)} changed since torch was imported"
+    if torch.cuda._is_in_bad_fork() or _opened("/dev/nvidia-uvm"):
+        return "an import started CUDA, which a fork cannot use"
+    return ""
+
+
+def _opened(path: str) -> bool:
+    """Whether this process has a file open; CUDA has that of the GPU's memory."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the folder is closed again
+            if os.readlink(entry) == path:
+                return True
+    return False
+
+
+def _take(environment: Mapping[str, str]) -> None:
+    """Take on the environment, and what torch made of it and of the cores at import."""
+    import torch
+    from preload import STARTED
+    from torch._inductor import config
+
+    for name in {*STARTED, *environment}:
+        if name not in environment:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != environment[name]:
+            os.environ[name] = environment[name]
+    if CORES in environment:
+        cores = [int(core) for core in environment[CORES].split(",")]
+        os.sched_setaffinity(0, cores)
+        if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & environment.keys():
+            torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+    if CORES in environment or environment.get(COMPILE_THREADS) != STARTED.get(COMPILE_THREADS):
+        config.compile_threads = config.decide_compile_threads()

@@ -1,0 +1,237 @@
+"""Processes of cells: forks of a server with torch in it that are what a new process would be."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+CELL = """
+import atexit, json, os, signal, subprocess, sys, time
+
+HERE, mode = os.path.dirname(sys.argv[0]), sys.argv[1]
+if mode == "fails":
+    sys.exit(3)
+if mode == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode.startswith("hangs"):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(os.path.join(HERE, mode), "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    time.sleep(60)
+seen = {"forked": "torch" in sys.modules, "name": __name__, "argv": sys.argv[1:]}
+import torch
+import torch._inductor.config as config
+names = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "OMP_NUM_THREADS", "STOF_NEW")
+seen |= {name: os.environ.get(name) for name in names}
+seen["cuda"] = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+seen["cores"] = sorted(os.sched_getaffinity(0))
+seen["threads"] = torch.get_num_threads(), config.compile_threads
+seen["group"] = os.getpgid(0) == os.getpid()
+def write():
+    with open(os.path.join(HERE, mode), "w") as file:
+        json.dump(seen, file)
+atexit.register(write)
+"""
+ABOUT_CUDA = """
+import sys
+import torch
+asked = []
+def note(name):
+    def called(*args, **kwargs):
+        asked.append(name)
+        return False
+    return called
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device",
+             "get_device_capability", "get_device_properties", "get_device_name"):
+    setattr(torch.cuda, name, note(name))
+torch.version.cuda = "13.0"  # as where there is a GPU
+sys.path.insert(0, sys.argv[1])
+import preload
+assert "e2e" in sys.modules and "torch._inductor.codegen.triton" in sys.modules
+print(asked, sorted(name for name in preload.os.environ if name == preload.NVML))
+"""
+
+
+# -- what happens, in a process of its own: the server stays as long as that -----------------------
+
+
+def act(folder):
+    """Everything that needs a server; returns what was seen."""
+    sys.path.insert(0, str(BENCH))
+    import cell_process
+    import driver
+
+    cell = folder / "cell.py"
+    cell.write_text(CELL)
+    cell_process.start_server()
+    seen = {"python_path": os.environ.get("PYTHONPATH")}
+
+    def command(args, unit, gpu=None):
+        return [sys.executable, str(cell), unit]
+
+    driver.worker_command = command
+    args = Namespace(
+        command="e2e", gpus=1, budget=100.0, cell_timeout=60.0, out=folder / "rows.csv"
+    )
+    for unit, limit_s in (("fails", 60.0), ("killed", 60.0), ("hangs", 3.0), ("plain", 60.0)):
+        seen[f"code {unit}"] = driver.run_unit(args, driver.Unit(unit, 1), limit_s)
+
+    core = min(os.sched_getaffinity(0))
+    added = {"CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "5"}
+    taken = {**os.environ, **added, cell_process.CORES: str(core)}
+    others = {**os.environ, "OMP_NUM_THREADS": "3", "STOF_NEW": "1"}
+    for unit, environment in (("taken", taken), ("others", others)):
+        process = cell_process.start(command(args, unit), environment)
+        seen[f"code {unit}"] = cell_process.finish(process, 60.0)
+    seen["core"] = core
+
+    for gpus in (1, 2):
+        args.gpus = gpus
+        names = [f"hangs{gpus}{letter}" for letter in "abc"]
+        interrupt = threading.Thread(target=interrupt_when, args=(folder, names[:gpus]))
+        interrupt.start()
+        try:
+            driver.run_units(args, [driver.Unit(name, 1) for name in names], time.monotonic())
+        except KeyboardInterrupt:
+            seen[f"interrupted {gpus}"] = [n for n in names if (folder / n).exists()]
+        interrupt.join()
+    seen["alive"] = [path.name for path in folder.glob("hangs*") if still_runs(path)]
+    return seen
+
+
+def interrupt_when(folder, names):
+    """Be the one who presses Ctrl-C when all of these cells have started."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all((folder / name).exists() for name in names):
+        time.sleep(0.05)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def still_runs(path):
+    end = time.monotonic() + 5  # a killed process may need a moment
+    while time.monotonic() < end:
+        if not any(Path(f"/proc/{pid}/stat").exists() and state(pid) != "Z"
+                   for pid in path.read_text().split()):  # fmt: skip
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def state(pid):
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z"
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Folder, what :func:`act` saw, its stderr; test processes that work side by side share it."""
+    pytest.importorskip("transformers")
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "bench-process"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        said = folder / "said.json"
+        if not said.exists():
+            given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_COMPILE_THREADS"}
+            done = subprocess.run(
+                [sys.executable, __file__, str(folder)],
+                capture_output=True,
+                text=True,
+                env={**given, "OMP_NUM_THREADS": "1"},
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            said.write_text(json.dumps([json.loads(done.stdout.splitlines()[-1]), done.stderr]))
+        return folder, *json.loads(said.read_text())
+
+
+def told(folder, unit):
+    return json.loads((folder / unit).read_text())
+
+
+def test_a_cell_begins_with_torch_imported_and_no_cuda(seen):
+    folder, acted, _ = seen
+    assert acted["code plain"] == 0
+    plain = told(folder, "plain")  # written at exit
+    assert (plain["forked"], plain["cuda"], plain["group"]) == (True, False, True)
+    assert (plain["name"], plain["argv"]) == ("__main__", ["plain"])
+    assert plain["PYTHONPATH"] == acted["python_path"]  # the server's has bench/ in it
+
+
+def test_a_cell_takes_on_its_environment_and_its_cores(seen):
+    folder, acted, _ = seen
+    taken = told(folder, "taken")
+    assert acted["code taken"] == 0 and taken["forked"]
+    assert (taken["CUDA_VISIBLE_DEVICES"], taken["cores"]) == ("1", [acted["core"]])
+    assert taken["threads"] == [1, 5]
+
+
+def test_what_torch_read_at_import_makes_an_ordinary_process(seen):
+    folder, acted, stderr = seen
+    others = told(folder, "others")
+    assert acted["code others"] == 0 and not others["forked"] and others["group"]
+    assert (others["OMP_NUM_THREADS"], others["STOF_NEW"]) == ("3", "1")
+    assert "as an ordinary process: OMP_NUM_THREADS, STOF_NEW changed since" in stderr
+
+
+def test_a_cell_that_fails_or_takes_too_long_is_logged(seen):
+    folder, acted, _ = seen
+    assert [acted[f"code {unit}"] for unit in ("fails", "killed", "hangs")] == [1, 1, 1]
+    log = (folder / "rows.log.csv").read_text()
+    assert "fails,-,-,error,the cell's process ended with 3" in log
+    assert "killed,-,-,error,the cell's process ended with -9" in log
+    assert "hangs,-,-,error,stopped after 3 s; its finished rows stay" in log
+
+
+def test_ctrl_c_ends_the_cells_and_begins_no_other(seen):
+    _, acted, _ = seen
+    assert acted["interrupted 1"] == ["hangs1a"]
+    assert acted["interrupted 2"] == ["hangs2a", "hangs2b"]
+
+
+def test_nothing_that_a_cell_started_outlives_it(seen):
+    folder, acted, _ = seen
+    assert len(list(folder.glob("hangs*"))) == 4 and acted["alive"] == []
+
+
+def test_importing_ahead_asks_cuda_nothing():
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-c", ABOUT_CUDA, str(BENCH)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "[] []"
+
+
+@pytest.mark.parametrize(("bad_fork", "opened"), [(True, False), (False, True), (False, False)])
+def test_a_fork_of_a_process_that_started_cuda_is_not_used(
+    bench_path, monkeypatch, tmp_path, bad_fork, opened
+):
+    import cell_process
+    import torch
+
+    monkeypatch.setitem(sys.modules, "preload", Namespace(STARTED={}))
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: bad_fork)
+    device = tmp_path / "nvidia-uvm"
+    with device.open("w"):
+        assert cell_process._opened(str(device))
+        monkeypatch.setattr(cell_process, "_opened", lambda path: opened)
+        assert ("started CUDA" in cell_process.unfit({})) == (bad_fork or opened)
+
+
+if __name__ == "__main__":
+    print(json.dumps(act(Path(sys.argv[1]))))
