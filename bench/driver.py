@@ -135,7 +135,8 @@ def drive(args: argparse.Namespace) -> int:
     started, failed = time.monotonic(), 0
     grids = (args.grid or "").split(",")
     for grid in grids if args.resume else ():  # before minutes are spent on the first
-        one = argparse.Namespace(**{**vars(args), "grid": grid or None})
+        caches = args.caches or HERE  # not used, and none is made for a check
+        one = argparse.Namespace(**{**vars(args), "grid": grid or None, "caches": caches})
         settle(one)
         check_columns(one)
     for number, grid in enumerate(grids):

@@ -101,6 +101,7 @@ def check(
         The distance from ``expected``, and in words what is wrong; "" where nothing is.
     """
     q, k, v = inputs
+    attend(q, k, v)  # from the third on a launch may be a repeated one, as those that are timed
     timing.poison(q.shape, q.dtype, q.device)
     out = attend(q, k, v)
     found, wrong = pick(out, rows).double(), []

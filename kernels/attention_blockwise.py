@@ -21,6 +21,7 @@ from .limits import (
     without_spills,
 )
 from .problem import (
+    AttentionProblem,
     TileMask,
     band_arguments,
     band_flags,
@@ -60,8 +61,7 @@ class BlockConfig(NamedTuple):
     # it needs 64 x 64 tiles and fragments in place of the bitmap, and reads num_stages besides
     hopper: int = 0
     heavy_rows: int = 0  # Hopper: so many of the heaviest rows of every head come first
-    # of a thread at most, 0: as many as the compiler wants; no limit holds with padding, a bias, a
-    # softcap or a log-sum-exp
+    # of a thread at most, 0: as many as the compiler wants; no limit holds where it would spill
     registers: int = 0
 
 
@@ -86,10 +86,9 @@ _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
 _MAX_TILES = 3  # tile shapes offered for one problem
 # The Hopper kernel's (programs per multiprocessor, stages), by padded head dim.
 _HOPPER = {64: ((3, 3), (4, 2)), 128: ((2, 2),)}
-# With a branch around the mask, tiles of 64 x 64 and heads of up to 64 take 136 to 155 registers a
-# thread, and three programs fit a Hopper multiprocessor. Told a limit, the assembler does with 112
-# to 127 and spills none, and four fit. With more to do it would spill, and has no limit.
-_LIMITED, _REGISTERS = (64, 64, 4), 128
+# Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
+# at most. Nothing spills then (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
+_LIMITED, _REGISTERS = (64, 64, 4, 3, 5), 128
 # Tile rows of all heads from which its workers have enough to do to repay their start.
 _HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
 
@@ -155,16 +154,13 @@ def configs(
     # loops 3 is right for any mask
     instead = list(dict.fromkeys(config._replace(loops=3) for config in found))
     found = without_spills(found, *problem) or without_spills(instead, *problem) or found
-    if capability[0] == 9 and torch.version.hip is None and plain and itemsize == 2:
-        narrow = 32 < max(head_dim, value_dim or head_dim) <= 64
-        found = [
-            config._replace(registers=_REGISTERS)
-            if narrow and config.loops == 5 and config[:3] == _LIMITED
-            else config
-            for config in found
-        ]
     # heads as the fastest axis let the heavy rows of all heads start together
     found += [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
+    dims = head_dim, value_dim or head_dim
+    whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in dims)
+    if capability[0] == 9 and torch.version.hip is None and plain and itemsize == 2 and whole:
+        slim = [config for config in found if config[:5] == _LIMITED]
+        found += [config._replace(registers=_REGISTERS) for config in slim]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
     value_dim = head_dim if value_dim is None else value_dim
     if units < _HOPPER_UNITS or hopper_refusal(
@@ -250,7 +246,6 @@ def attention_block_forward(
     per_head = p.batch * p.heads
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, p.v)]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
-    more = return_lse or softcap > 0 or p.bias is not None or p.key_keep is not None
     with on_device(q):
         launchable(attention_block_kernel, q)[(p.rows * per_head,)](
             p.q, *vec_strides[0],
@@ -286,8 +281,21 @@ def attention_block_forward(
             LOOPS=how.loops,
             PREFETCH=bool(how.prefetch),
             **band_flags(band),
-            REGISTERS=0 if more else how.registers,
+            REGISTERS=_limit(how, p, band, softcap, return_lse),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )  # fmt: skip
     return out.transpose(1, 2), lse
+
+
+def _limit(
+    how: BlockConfig,
+    p: AttentionProblem,
+    band: Sequence[int],
+    softcap: float,
+    return_lse: bool,
+) -> int:
+    """Registers of a thread, 0 for any number: where the config's limit would spill."""
+    more = return_lse or softcap > 0 or p.bias is not None or p.key_keep is not None
+    ragged = p.q_len % how.block_q or p.k_len % how.block_k
+    return 0 if more or (band and ragged) else how.registers

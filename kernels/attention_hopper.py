@@ -183,7 +183,9 @@ def attention_hopper_forward(
         options = {"num_warps": 4, "maxnreg": _REGISTERS[programs], "launch_pdl": True}
         repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
-    if repeat is not None and not copied and len(_known) < _MOST_KNOWN:
+    if repeat is not None and not copied:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
         _known[asked] = _Known(repeat, head_dim, has_part)
     return out.transpose(1, 2), lse
 

@@ -161,7 +161,9 @@ def hopper_linear_forward(
         for a, b in zip(given, operands, strict=True)
         if a is not None and b is not None
     )
-    if repeat is not None and not copied and len(_known) < _MOST_KNOWN:
+    if repeat is not None and not copied:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
         _known[asked] = _Known(repeat, out.shape)
     return out
 

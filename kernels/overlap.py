@@ -59,6 +59,8 @@ class OverlappingKernel:
             able = _overlaps(self._device)
             if is_wrap_triton_enabled():  # traced
                 named[ARGUMENT] = able and _traced.get()
+                if REGISTERS in named and not _traced.get():
+                    named[REGISTERS] = 0  # nobody passes it on
                 torch.library.wrap_triton(self._kernel)[grid](*arguments, **named)
                 return
             named[ARGUMENT] = able

@@ -1,5 +1,6 @@
 """A limit of registers reaches Triton: in eager launches, in Inductor's code and its options."""
 
+import contextlib
 import pickle
 import sys
 
@@ -11,7 +12,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from compiling import attention_constants, compile_source, needs, signature_of
-from stof_compile.kernels import blockwise_kernel, overlap
+from linear_compiling import record
+from stof_compile.kernels import attention_blockwise, blockwise_kernel, overlap
 from stof_compile.kernels.overlap import OverlappingKernel
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.triton import TritonKernel
@@ -24,7 +26,7 @@ from torch._library.triton import set_wrap_triton_enabled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stof_compile import kernel_facts, register_limit
+from stof_compile import kernel_facts, masks, register_limit
 from stof_compile.kernel_facts import with_launch_attribute, with_register_limit
 
 HEAD = """
@@ -68,6 +70,23 @@ def test_code_with_a_limit_asks_for_it():
 )
 def test_other_code_stays_as_it_is(other):
     assert with_register_limit(other) == other
+
+
+def test_inductor_writes_it():
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    written = []
+
+    class Wrapper(PythonWrapperCodegen):
+        def __init__(self):
+            pass
+
+        def writeline(self, line):
+            written.append(line.kernel_body)
+
+    with kernel_facts.remembered_kernel_facts():
+        Wrapper().define_kernel("kernel", code(128), None, gpu=True)
+    assert "'maxnreg': 128" in written[0] and "'launch_pdl': True" in written[0]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -141,17 +160,59 @@ def test_eager_launches_have_the_limit(monkeypatch, asked, hip, given):
 
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(overlap, "_overlaps", lambda device: True)
-    with set_wrap_triton_enabled(False):  # as within an operator that runs
+    with set_wrap_triton_enabled(False):  # as when no trace is taken
         OverlappingKernel(Kernel(), torch.device("cuda", 0))[(1,)](1, REGISTERS=asked)
     (named,) = launched
     assert named.pop("maxnreg", 0) == given
     assert named == {"REGISTERS": asked, "PDL": True, "launch_pdl": True}
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_trace_has_the_limit_where_somebody_passes_it_on(monkeypatch, opened):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **named: launched.append(named)
+
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(overlap, "_overlaps", lambda device: True)
+    with overlap.overlap_in_traces() if opened else contextlib.nullcontext():
+        OverlappingKernel(Kernel(), torch.device("cuda", 0))[(1,)](1, REGISTERS=128)
+    assert launched == [{"REGISTERS": 128 if opened else 0, "PDL": opened}]
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [
+        ({}, 128),
+        ({"band": [-22, 22, 22, 22, 1 << 30]}, 128),
+        ({"length": 120}, 128),
+        ({"length": 120, "band": [-22, 22, 22, 22, 1 << 30]}, 0),
+        ({"key_keep": torch.ones(1, 128, dtype=torch.bool)}, 0),
+        ({"bias": torch.zeros(1, 1, 1, 128, dtype=torch.float16)}, 0),
+        ({"softcap": 30.0}, 0),
+        ({"return_lse": True}, 0),
+    ],
+)
+def test_the_launcher_leaves_it_out_where_it_would_spill(change, limit):
+    how = {"length": 128, "key_keep": None, "bias": None, "softcap": 0.0, "band": []}
+    how |= {"return_lse": False, **change}
+    q = torch.zeros(1, 2, how["length"], 64, dtype=torch.float16)
+    spec = masks.bigbird(window=22, global_tokens=22, random_fill=0.1)
+    mask = masks.build_block_mask(spec, how["length"], how["length"], 64)
+    config = attention_blockwise.BlockConfig(loops=5, registers=128)
+    launch = record(
+        attention_blockwise, "attention_block_forward", q, q, q, mask.tensors, how["key_keep"],
+        how["bias"], 0.125, how["softcap"], 0, how["band"], config, how["return_lse"],
+    )  # fmt: skip
+    assert launch.arguments["REGISTERS"] == limit
+
+
 @pytest.mark.compile_only
 @pytest.mark.parametrize("limit", [0, 128])
 def test_the_block_kernel_in_inductors_code(limit):
-    """As torch writes it, loaded as in its processes that compile."""
+    """Under a header like torch's, loaded as in its processes that compile."""
     kernel = blockwise_kernel.attention_block_kernel
     constants = attention_constants(64, 64, 64, EVEN_Q=True, EVEN_K=True, HEAVY_FIRST=True)
     constants |= {"LOOPS": 5, "PREFETCH": False, "PDL": True, "REGISTERS": limit}

@@ -79,7 +79,6 @@ def test_first_block_config_of_other_head_dims(target, head_dim):
 
 KINDS = {
     "lists": ({}, []),
-    "plain lists": ({"plain": True}, []),
     "band": ({"is_band": True}, SLIDING),
     "few rows": ({"is_band": True, "q_len": 128, "planes": 12}, [-32, 32, 32, 32, FAR]),
 }
@@ -136,22 +135,23 @@ def test_hopper_loads_are_pipelined_and_masks_stay_in_registers(loops):
 
 @pytest.mark.parametrize("head_dim", [40, 64])
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_branch_takes_fewer_registers_where_it_has_to(head_dim, dtype, ragged):
-    limited = [c for c in offered_on(90, head_dim, dtype, plain=True) if c.registers]
-    assert {config.loops for config in limited} == {5}
-    for config in limited:
-        even = {"EVEN_Q": not ragged, "EVEN_K": not ragged, "SINGLE_PLANE": not ragged}
-        found = compile_block(90, head_dim, dtype, config, **even)[1]
-        assert_fits(found, 90)
-        assert found.registers <= 128 and 4 * found.shared_bytes <= limits.shared_memory_limit(
-            (9, 0)
-        )
+@pytest.mark.parametrize("kind", ["bitmap", "ragged bitmap", "band"])
+def test_a_branch_takes_fewer_registers_where_it_has_to(head_dim, dtype, kind):
+    """In all that the launcher gives a limit to."""
+    (config,) = (c for c in offered_on(90, head_dim, dtype, plain=True) if c.registers)
+    assert config._replace(registers=0) in offered_on(90, head_dim, dtype, plain=True)
+    even = "ragged" not in kind
+    band = band_flags([-22, 22, 22, 22, FAR] if kind == "band" else [])  # as BigBird's
+    changes = {"EVEN_Q": even, "EVEN_K": even, "SINGLE_PLANE": even, **band}
+    found = compile_block(90, head_dim, dtype, config, **changes)[1]
+    assert_fits(found, 90)
+    assert found.registers <= 128 and 4 * found.shared_bytes <= limits.shared_memory_limit((9, 0))
 
 
 def test_no_other_problem_has_a_limit_of_registers():
     asked = [(90, 64, HALF, False), (90, 64, SINGLE, True), (90, 128, HALF, True)]
     asked += [(80, 64, HALF, True), (100, 64, HALF, True), (GFX942, 64, HALF, True)]
+    asked += [(90, 50, HALF, True), (90, 32, HALF, True)]
     for target, head_dim, dtype, plain in asked:
         assert not any(c.registers for c in offered_on(target, head_dim, dtype, plain=plain))
 
