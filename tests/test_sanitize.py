@@ -60,7 +60,7 @@ def reached(modules):
 
 def test_every_launcher_and_all_device_code_has_a_case(cases):
     modules = [file.stem for file in KERNELS.glob("*.py") if file.stem != "__init__"]
-    starts = re.compile(r"^KERNELS = |^ +(return )?launch\(", re.MULTILINE)
+    starts = re.compile(r"^KERNELS = |^ +(return |repeat = )?launch\(", re.MULTILINE)
     launchers = {m for m in modules if starts.search((KERNELS / f"{m}.py").read_text())}
     launchers -= {"attention_cpu"}
     covered = {case.launcher for case in cases}
