@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .bound_launch import Descriptor, Repeat, launch, layout
+from .memo import remember
 from .problem import (
     LOG2E,
     TileMask,
@@ -40,7 +41,6 @@ class _Known(NamedTuple):
     has_part: bool
 
 
-_MOST_KNOWN = 1000
 _known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
 
 
@@ -184,9 +184,7 @@ def attention_hopper_forward(
         repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
     if repeat is not None and not copied:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[asked] = _Known(repeat, head_dim, has_part)
+        remember(_known, asked, _Known(repeat, head_dim, has_part))
     return out.transpose(1, 2), lse
 
 

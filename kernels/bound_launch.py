@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MOST = 1000  # compiled forms held
+from .memo import remember
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -115,10 +116,8 @@ class Repeat:
         known = self._encoded.get((number, address))
         if known is None:
             assert self._direct is not None, "asked for where descriptors are encoded by us"
-            if len(self._encoded) >= _MOST:
-                self._encoded.clear()
             known = self._direct[2](number, _with(self._descriptors[number], base=base))
-            self._encoded[number, address] = known
+            remember(self._encoded, (number, address), known)
         return known
 
 
@@ -192,9 +191,9 @@ def launch(
     if known is None:
         asked = [a.checked() if isinstance(a, Descriptor) else a for a in arguments]
         compiled = kernel[(programs,)](*asked, **constants, **options)
-        if compiled is not None and len(_compiled) < _MOST:
+        if compiled is not None:
             # without the tensors: they would live as long as the process
-            _compiled[key] = compiled, [_without_tensor(a) for a in asked]
+            remember(_compiled, key, (compiled, [_without_tensor(a) for a in asked]))
     else:
         compiled, before = known
         values = [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .bound_launch import Descriptor, Repeat, launch, layout
 from .limits import shared_memory_limit
+from .memo import remember
 from .problem import on_device
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
@@ -42,7 +43,6 @@ class _Known(NamedTuple):
     shape: torch.Size
 
 
-_MOST_KNOWN = 1000
 _known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, names, device
 
 
@@ -162,9 +162,7 @@ def hopper_linear_forward(
         if a is not None and b is not None
     )
     if repeat is not None and not copied:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[asked] = _Known(repeat, out.shape)
+        remember(_known, asked, _Known(repeat, out.shape))
     return out
 
 

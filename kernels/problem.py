@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .memo import remember
 from .overlap import ARGUMENT, OverlappingKernel
 
 # A piece of a band is absent when its number is at least this far from zero (global counts: when
@@ -56,7 +57,6 @@ class AttentionProblem:
     vec: int  # every stride of q, k, v is a multiple of this many elements (16 bytes, or 1)
 
 
-_MOST_KNOWN = 1000
 _known: dict[tuple[Any, ...], AttentionProblem] = {}  # without their tensors
 
 
@@ -146,9 +146,9 @@ def check_problem(
         vec=lanes if aligned else 1,
     )
     copied = any(a is not b for a, b in zip((q, k, v), given, strict=True))
-    if asked is not None and not copied and len(_known) < _MOST_KNOWN:
+    if asked is not None and not copied:
         nothing: Any = None
-        _known[asked] = replace(problem, q=nothing, k=nothing, v=nothing)
+        remember(_known, asked, replace(problem, q=nothing, k=nothing, v=nothing))
     return problem
 
 

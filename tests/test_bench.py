@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+from side_by_side import only_once
 
 pytest.importorskip("transformers")
 
@@ -36,14 +36,8 @@ def ran(tmp_path_factory):
 
     Test processes that work side by side share it.
     """
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "bench"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
-        said = folder / "said.json"
-        if not said.exists():
-            said.write_text(json.dumps(run_all(folder)))
-        return folder, *json.loads(said.read_text())
+    folder, said = only_once(tmp_path_factory, "bench", run_all)
+    return folder, *said
 
 
 def run_all(folder):

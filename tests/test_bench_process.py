@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+from side_by_side import only_once
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 CELL = """
@@ -141,22 +141,20 @@ def state(pid):
 def seen(tmp_path_factory):
     """Folder, what :func:`act` saw, its stderr; test processes that work side by side share it."""
     pytest.importorskip("transformers")
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "bench-process"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
-        said = folder / "said.json"
-        if not said.exists():
-            given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_COMPILE_THREADS"}
-            done = subprocess.run(
-                [sys.executable, __file__, str(folder)],
-                capture_output=True,
-                text=True,
-                env={**given, "OMP_NUM_THREADS": "1"},
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            said.write_text(json.dumps([json.loads(done.stdout.splitlines()[-1]), done.stderr]))
-        return folder, *json.loads(said.read_text())
+    folder, said = only_once(tmp_path_factory, "bench-process", acted_in)
+    return folder, *said
+
+
+def acted_in(folder):
+    given = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_COMPILE_THREADS"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        capture_output=True,
+        text=True,
+        env={**given, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def told(folder, unit):

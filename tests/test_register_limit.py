@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from compiling import attention_constants, compile_source, needs, signature_of
+from inductor_code import as_inductor_writes
 from linear_compiling import record
 from stof_compile.kernels import attention_blockwise, blockwise_kernel, overlap
 from stof_compile.kernels.overlap import OverlappingKernel
@@ -73,20 +74,9 @@ def test_other_code_stays_as_it_is(other):
 
 
 def test_inductor_writes_it():
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    written = []
-
-    class Wrapper(PythonWrapperCodegen):
-        def __init__(self):
-            pass
-
-        def writeline(self, line):
-            written.append(line.kernel_body)
-
     with kernel_facts.remembered_kernel_facts():
-        Wrapper().define_kernel("kernel", code(128), None, gpu=True)
-    assert "'maxnreg': 128" in written[0] and "'launch_pdl': True" in written[0]
+        written = as_inductor_writes(code(128))
+    assert "'maxnreg': 128" in written and "'launch_pdl': True" in written
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from stof_compile.kernels import bound_launch
+from stof_compile.kernels import bound_launch, memo
 from stof_compile.kernels.bound_launch import Descriptor, launch, layout
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -291,7 +291,7 @@ def test_descriptors_are_encoded_once_for_an_address(encoded):
 
 
 def test_few_addresses_are_remembered(encoded, monkeypatch):
-    monkeypatch.setattr(bound_launch, "_MOST", 3)
+    monkeypatch.setattr(memo, "MOST", 3)
     *_, again = repeated(Direct())
     bases = [torch.zeros(128, 64, dtype=torch.float16) for _ in range(8)]
     for one, two in itertools.pairwise(bases):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from compiling import needs
+from inductor_code import as_inductor_writes
 from linear_compiling import compile_launch, record, record_all
 from stof_compile.kernels import (
     gated_linear,
@@ -45,20 +46,11 @@ def test_inductor_writes_it():
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     before = PythonWrapperCodegen.define_kernel
-    written = []
-
-    class Wrapper(PythonWrapperCodegen):
-        def __init__(self):
-            pass
-
-        def writeline(self, line):
-            written.append(line.kernel_body)
-
     with remembered_kernel_facts():
-        Wrapper().define_kernel("kernel", HEAD.format(True) + BODY, None, gpu=True)
+        written = as_inductor_writes(HEAD.format(True) + BODY)
         assert overlap._traced.get()
     assert PythonWrapperCodegen.define_kernel is before and not overlap._traced.get()
-    assert "'launch_pdl': True" in written[0]
+    assert "'launch_pdl': True" in written
     with remembered_kernel_facts(trains=True):
         assert not overlap._traced.get()
 
