@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,6 +11,22 @@ from torch.fx import GraphModule, Node
 from stof_compile import masks
 from stof_compile.capture import add_buffer
 from stof_compile.masks.spec import MaskSpec
+from stof_compile.measure import real_tensors
+
+LARGEST_KEPT = 2**28
+"""Bytes of a mask that is evaluated once and kept; a larger one is evaluated at each call."""
+
+
+class Place(NamedTuple):
+    """Where the queries of an attention lie, if that is known when it is compiled.
+
+    Args:
+        first: position of the first query. q_len, k_len: queries and keys.
+    """
+
+    first: int
+    q_len: int
+    k_len: int
 
 
 def dense_keep(
@@ -22,8 +38,10 @@ def dense_keep(
     causal: bool,
     positions: Callable[[Callable[[Node], Any], Any], Any] | None = None,
     newest_only: bool = False,
+    place: Place | None = None,
 ) -> Callable[[Callable[[Node], Any]], Any]:
-    """Return a builder of ``stof::dense_mask`` for a rule.
+    """Return a builder of a rule's dense mask: a buffer where it can be one, else
+    ``stof::dense_mask``, which evaluates the rule at each call.
 
     Args:
         gm, spec: graph and rule.
@@ -33,8 +51,12 @@ def dense_keep(
         positions: turns the row numbers ``[Q]`` into absolute positions; by default the queries
             end where the keys end.
         newest_only: keys past the last query's position are masked (a preallocated cache).
+        place: known when it is compiled; None = the mask differs from call to call.
     """
     device = like.meta["example_value"].device
+    kept = None if place is None or newest_only else _kept(gm, spec, like, place, causal)
+    if kept is not None:
+        return lambda proxy: proxy(kept)
 
     def keep(proxy: Callable[[Node], Any]) -> Any:
         q_len, k_len = sizes(proxy)
@@ -57,3 +79,31 @@ def dense_keep(
         return wanted & dense(masks.causal(), rows) if causal else wanted
 
     return keep
+
+
+def _kept(gm: GraphModule, spec: MaskSpec, like: Node, place: Place, causal: bool) -> Node | None:
+    """A buffer with the mask, one for all layers alike; None where it would be too large."""
+    example = like.meta["example_value"]
+    batch, heads = example.shape[:2]
+    rows, columns = spec.plane_shape()
+    if not all(isinstance(n, int) for n in (batch, heads)):
+        return None
+    planes = (rows or batch) * (heads if columns is None else columns)
+    if planes * place.q_len * place.k_len > LARGEST_KEPT:
+        return None
+    name = "_".join(["mask", spec.key[:12], *map(str, (*place, batch, heads, int(causal)))])
+    held = getattr(gm, name, None)
+    if held is None:
+        with real_tensors(), torch.no_grad():
+
+            def dense(rule: MaskSpec, first: int) -> torch.Tensor:
+                tensors = [tensor.to(example.device) for tensor in rule.tensors()]
+                positions = torch.arange(first, first + place.q_len, device=example.device)
+                arguments = (tensors, rule.to_json(), positions, place.k_len, batch, heads)
+                wanted: torch.Tensor = torch.ops.stof.dense_mask(*arguments)
+                return wanted
+
+            held = dense(spec, place.first)
+            if causal:
+                held = held & dense(masks.causal(), 0)
+    return add_buffer(gm, name, held)

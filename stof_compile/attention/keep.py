@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from stof_compile.attention.dense_mask import dense_keep
+from stof_compile.attention.dense_mask import Place, dense_keep
 from stof_compile.attention.origin import QueryOffset
 from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_softmax
 from stof_compile.attention.site import AttentionSite, NearMiss
@@ -149,6 +149,13 @@ def _keep_of(
 
     known = place.cross or offset.node is not None or offset.value is not None
     preallocated = offset.kind == "position" and not place.cross
+    lengths = (shape_of(queries) or (None,) * 2)[-2], (shape_of(keys) or (None,) * 2)[axis]
+    fixed = None
+    if offset.node is None or place.cross:
+        q_len, k_len = lengths
+        if isinstance(q_len, int) and isinstance(k_len, int):
+            first = 0 if place.cross else offset.value
+            fixed = Place(k_len - q_len if first is None else first, q_len, k_len)
     return dense_keep(
         gm,
         option,
@@ -157,4 +164,5 @@ def _keep_of(
         causal=causal,
         positions=positions if known else None,
         newest_only=preallocated,
+        place=fixed,
     )

@@ -62,7 +62,9 @@ def _graph(value: dict[str, Any]) -> str:
 
 
 def _tuned(value: dict[str, Any]) -> str:
-    return f"a graph tuned before, {value['trials']} candidates measured"
+    words = f"a graph tuned before, {value['trials']} candidates measured"
+    seconds = value.get("unfinished_s", 0.0)
+    return f"{words}; cut off after {seconds:g} s" if seconds else words
 
 
 def _learned(value: dict[str, Any]) -> str:

@@ -317,6 +317,22 @@ def test_attention_off_keeps_sdpa_with_the_mask(padded):
 
 
 @torch.no_grad()
+def test_a_mask_of_known_sizes_is_evaluated_once_for_all_layers_and_calls(monkeypatch):
+    from stof_compile import ops
+
+    model, inputs = hf_gpt2("sdpa", False, layers=2)
+    evaluated = []
+    evaluate = ops._dense_rows
+    monkeypatch.setattr(ops, "_dense_rows", lambda *a: evaluated.append(a) or evaluate(*a))
+    fast = compile_with(model, WINDOW, attention="off")
+    with masked(WINDOW):
+        expected = model(**inputs)
+    for _ in range(2):
+        assert_same(fast(**inputs), expected)
+    assert len(evaluated) == 1
+
+
+@torch.no_grad()
 def test_a_softmax_that_stays_gets_the_mask():
     model, inputs = hand_written("scale_both")
     expected = compile_with(model, WINDOW)(**inputs)
