@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,7 @@ CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 # a fork takes these on, although torch is imported already
 LATE = (CORES, COMPILE_THREADS, "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+NOT_STARTED = 3  # CUDA_ERROR_NOT_INITIALIZED
 # multiprocessing collects finished processes whenever one starts: not in two threads at a time
 _COLLECTING = threading.Lock()
 
@@ -103,7 +105,20 @@ def end_all() -> None:
         end(process)
 
 
-# -- in the fork -----------------------------------------------------------------------------------
+# -- in the server, and in the fork ----------------------------------------------------------------
+
+
+def cuda_started() -> bool:
+    """Whether this process has started CUDA.
+
+    The driver is asked: open files do not tell, NVML opens the same ones, nor does torch, which is
+    not the only one to start it.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nobody has loaded it
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_STARTED)
 
 
 def _begin(command: list[str], environment: dict[str, str]) -> None:
@@ -126,7 +141,7 @@ def _begin(command: list[str], environment: dict[str, str]) -> None:
 def unfit(environment: Mapping[str, str]) -> str:
     """Why a fork cannot be what a new process would be; empty where it can."""
     import torch
-    from preload import STARTED
+    from preload import CUDA_STARTED, STARTED
 
     held = [STARTED, os.environ]  # libraries set variables, in the caller too
     names = sorted(
@@ -136,18 +151,9 @@ def unfit(environment: Mapping[str, str]) -> str:
     )
     if names:
         return f"{', '.join(names)} changed since torch was imported"
-    if torch.cuda._is_in_bad_fork() or _opened("/dev/nvidia-uvm"):
+    if CUDA_STARTED or torch.cuda._is_in_bad_fork():
         return "an import started CUDA, which a fork cannot use"
     return ""
-
-
-def _opened(path: str) -> bool:
-    """Whether this process has a file open; CUDA has that of the GPU's memory."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that lists the folder is closed again
-            if os.readlink(entry) == path:
-                return True
-    return False
 
 
 def _take(environment: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Imports what cells need; ``cell_process.py`` forks them from a process that imported this.
 
-No import may start CUDA, which does not survive a fork: a cell that finds it started begins as an
-ordinary process instead, and says so. What cannot be imported here fails in the cell that needs it.
+No import may start CUDA, which does not survive a fork: where one did, cells begin as ordinary
+processes instead, and say so. What cannot be imported here fails in the cell that needs it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+from cell_process import cuda_started
 
 STARTED = dict(os.environ)  # before libraries add to it
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # with it torch.cuda.is_available() starts no CUDA
@@ -76,3 +78,4 @@ if can_load_models():
     load(MODELS)
 if NVML not in STARTED:
     del os.environ[NVML]
+CUDA_STARTED = cuda_started()

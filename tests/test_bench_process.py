@@ -215,20 +215,30 @@ def test_importing_ahead_asks_cuda_nothing():
     assert done.stdout.splitlines()[-1] == "[] []"
 
 
-@pytest.mark.parametrize(("bad_fork", "opened"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("bad_fork", "started"), [(True, False), (False, True), (False, False)])
 def test_a_fork_of_a_process_that_started_cuda_is_not_used(
-    bench_path, monkeypatch, tmp_path, bad_fork, opened
+    bench_path, monkeypatch, bad_fork, started
 ):
     import cell_process
     import torch
 
-    monkeypatch.setitem(sys.modules, "preload", Namespace(STARTED={}))
+    monkeypatch.setitem(sys.modules, "preload", Namespace(STARTED={}, CUDA_STARTED=started))
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: bad_fork)
-    device = tmp_path / "nvidia-uvm"
-    with device.open("w"):
-        assert cell_process._opened(str(device))
-        monkeypatch.setattr(cell_process, "_opened", lambda path: opened)
-        assert ("started CUDA" in cell_process.unfit({})) == (bad_fork or opened)
+    assert ("started CUDA" in cell_process.unfit({})) == (bad_fork or started)
+
+
+@pytest.mark.parametrize(("answer", "started"), [(None, False), (3, False), (0, True), (100, True)])
+def test_the_driver_is_asked_whether_cuda_was_started(bench_path, monkeypatch, answer, started):
+    import cell_process
+
+    def load(name, mode):
+        assert name == "libcuda.so.1" and mode & os.RTLD_NOLOAD
+        if answer is None:
+            raise OSError("not loaded")
+        return Namespace(cuDeviceGetCount=lambda count: answer)
+
+    monkeypatch.setattr(cell_process.ctypes, "CDLL", load)
+    assert cell_process.cuda_started() == started
 
 
 if __name__ == "__main__":
