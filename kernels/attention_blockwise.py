@@ -83,7 +83,10 @@ _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
 _FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
-_MAX_TILES = 3  # tile shapes offered for one problem
+_MAX_TILES = 3  # tile shapes offered for one problem, and the narrow one
+# Half as many keys: less of the tiles lies outside of narrow windows and short global parts, and
+# with 80 to 92 registers a thread six programs fit a Hopper multiprocessor in place of three.
+NARROW = (64, 32, 4)
 # The Hopper kernel's (programs per multiprocessor, stages), by padded head dim.
 _HOPPER = {64: ((3, 3), (4, 2)), 128: ((2, 2),)}
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
@@ -105,6 +108,7 @@ def configs(
     q_len: int | None = None,
     planes: int | None = None,
     plain: bool = False,
+    narrow: bool = False,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
 
@@ -119,6 +123,7 @@ def configs(
         q_len: query length; tiles of more rows than that (rounded up) are not offered.
         planes: batch times heads; with ``q_len`` it tells how many programs there are.
         plain: no padding, no bias, no softcap, a positive scale: what the Hopper kernel takes.
+        narrow: whether tiles of 32 keys hold much less than those of 64 do.
     """
     itemsize = dtype.itemsize
     block_d = next_power_of_two(head_dim)
@@ -142,20 +147,27 @@ def configs(
         rest = [tile for tile in every if tile in fitting]
         tiles = [tile for tile in rest if tile[0] <= tallest] or rest
     tiles = tiles[: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
+    if narrow and not few and itemsize == 2 and NARROW in fitting and NARROW[0] <= tallest:
+        tiles = list(dict.fromkeys((tiles[0], NARROW, *tiles[1:])))
     loops = _loops(has_part, has_full, is_band, capability)
     found = []
     for rank, (block_q, block_k, warps) in enumerate(tiles):
         for stages in (3, 2) if loops[0] == 5 else (2, 3):
             if shared_memory_bytes(block_q, block_k, block_d, block_dv, stages, itemsize) > limit:
                 continue
-            # a branch around the mask costs registers: it is offered for the first tile alone
-            for loop in loops if rank == 0 else [loop for loop in loops if loop not in (5, 7)]:
+            # a branch around the mask costs registers, of which larger tiles have none left
+            branches = rank == 0 or (block_q, block_k, warps) == NARROW
+            for loop in loops if branches else [loop for loop in loops if loop not in (5, 7)]:
                 found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
     # loops 3 is right for any mask
     instead = list(dict.fromkeys(config._replace(loops=3) for config in found))
     found = without_spills(found, *problem) or without_spills(instead, *problem) or found
     # heads as the fastest axis let the heavy rows of all heads start together
-    found += [config._replace(heads_fast=1) for config in found[: len(loops) + 1]]
+    narrowest = [config for config in found if narrow and config[:3] == NARROW][: len(loops)]
+    found += [
+        config._replace(heads_fast=1)
+        for config in dict.fromkeys((*found[: len(loops) + 1], *narrowest))
+    ]
     dims = head_dim, value_dim or head_dim
     whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in dims)
     if capability[0] == 9 and torch.version.hip is None and plain and itemsize == 2 and whole:

@@ -1,6 +1,7 @@
 """What Triton's cache depends on is settled before it is used, and handed to the workers."""
 
 import os
+from argparse import Namespace
 
 import pytest
 import torch
@@ -49,6 +50,34 @@ def test_a_version_without_the_choices_is_fine(monkeypatch):
         monkeypatch.delattr(compile_tasks, name, raising=False)
     settle_triton_environment(GPU)
     assert "TRITON_PTXAS_PATH" not in os.environ
+
+
+def test_the_version_of_the_assembler_is_that_of_the_chosen_one(monkeypatch, tmp_path):
+    """Torch's own key asks for it before an assembler is chosen."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    def assembler(arch):
+        name = os.environ.get("TRITON_PTXAS_PATH", "the assembler of Triton")
+        script = tmp_path / name
+        script.write_text(f"#!/bin/sh\necho {name}\n")
+        script.chmod(0o755)
+        return Namespace(path=str(script), version=name)
+
+    asked = compiler.get_ptxas_version, compiler.CUDABackend.hash
+    monkeypatch.setattr(compiler, "get_ptxas", assembler)
+    triton_environment._ask_for_the_version_again.cache_clear()
+    for question in asked:
+        question.cache_clear()
+    backend = compiler.CUDABackend(GPUTarget("cuda", 90, 32))
+    assert "of Triton" in backend.hash()
+    settle_triton_environment(GPU)
+    assert "of torch" in backend.hash()
+    del os.environ["TRITON_PTXAS_PATH"]
+    settle_triton_environment(GPU)  # it is asked once
+    assert "of torch" in backend.hash()
+    for question in asked:
+        question.cache_clear()
 
 
 class Compiler:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+TILE, NARROW_TILE = (64, 64), (64, 32)
+# Shares of the scores in the kept tiles of TILE: narrow tiles are worth timing where theirs have at
+# most the first, tiles of more rows where theirs have at most the second. What a kernel takes grows
+# with the scores it computes; a narrow tile takes two thirds of TILE's instructions, not half.
+NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -52,8 +57,14 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
     return "sdpa", (), f"no sparse kernel takes {problem.describe()}"
 
 
+def _tile_area(problem: AttentionProblem, tile: tuple[int, int]) -> int:
+    """Scores in the kept tiles of a size: what a block-wise kernel computes of one head."""
+    mask = problem.block_mask(tile)
+    return mask.col_idx.numel() // max(1, mask.planes) * tile[0] * tile[1]
+
+
 def _tile_density(problem: AttentionProblem) -> float:
-    tile = (64, 64)
+    tile = TILE
     if problem.device.type == "cpu":
         from stof_compile.kernels.attention_cpu import default_block
 
@@ -87,7 +98,9 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
             problem.head_dim, problem.q.dtype, capability, value_dim=value_dim
         )
         return [tuple(config) for config in rows]
-    block_mask = problem.block_mask((64, 64))
+    block_mask = problem.block_mask(TILE)
+    most = _tile_area(problem, TILE)
+    narrow = not problem.training and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found = []
     for config in attention_blockwise.configs(
@@ -101,8 +114,12 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         q_len=problem.q_len,
         planes=problem.batch * problem.heads,
         plain=problem.plain,
+        narrow=narrow,
     ):
-        fitting = honest_config(problem.block_mask((config.block_q, config.block_k)), config)
+        tile = config.block_q, config.block_k
+        if config.block_q > TILE[0] and _tile_area(problem, tile) > LARGE_SHARE * most:
+            continue
+        fitting = honest_config(problem.block_mask(tile), config)
         if fitting[_LOOPS] == config.loops:
             found.append(fitting)
     return found

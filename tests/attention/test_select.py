@@ -90,6 +90,35 @@ def test_a_spent_budget_keeps_what_was_measured_and_stores_nothing(timer, tmp_pa
     assert store.get("attention", problem(masks.sliding_window(4)).key) is None
 
 
+def tiles_worth_timing(monkeypatch, spec, length, head_dim=64):
+    pytest.importorskip("triton")
+    from stof_compile.attention.decision_table import plausible_configs
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    heads = 12
+    strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
+    meta = TensorMeta((8, heads, length, head_dim), strides, torch.float16)
+    asked = AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.125)
+    portable = [config for config in plausible_configs(asked, "block") if not config[9]]
+    assert portable[0][:2] == (64, 64)
+    return {config[:2] for config in portable}
+
+
+def test_narrow_tiles_are_timed_where_they_hold_much_less_of_the_mask(monkeypatch):
+    window = masks.sliding_window(22)  # two thirds: 128 of 192 keys a tile row
+    assert (64, 32) in tiles_worth_timing(monkeypatch, window, 512)
+    assert (64, 32) in tiles_worth_timing(monkeypatch, masks.bigbird(22, 22, 0.1), 512)
+    # 192 keys a tile row in either
+    assert (64, 32) not in tiles_worth_timing(monkeypatch, masks.sliding_window(45), 2048)
+    assert (64, 32) not in tiles_worth_timing(monkeypatch, masks.causal(), 512)
+
+
+def test_tall_tiles_are_timed_where_they_hold_little_more_of_the_mask(monkeypatch):
+    assert (128, 128) in tiles_worth_timing(monkeypatch, masks.causal(), 2048, head_dim=128)
+    narrow = tiles_worth_timing(monkeypatch, masks.sliding_window(22), 2048, head_dim=128)
+    assert all(block_q <= 64 for block_q, _ in narrow)
+
+
 def test_slow_tile_sizes_are_measured_once(monkeypatch, tmp_path):
     pytest.importorskip("triton")
     configs = {

@@ -113,6 +113,20 @@ def test_neediest_block_configs(target, head_dim, dtype, kind):
         assert_fits(found, target)
 
 
+@pytest.mark.parametrize("target", [*CUDA, GFX942])
+@pytest.mark.parametrize("kind", ["lists", "band"])
+def test_narrow_block_configs(target, kind):
+    facts, band = KINDS[kind]
+    offered = offered_on(target, 64, HALF, narrow=True, **facts)
+    loops = {}  # the deepest pipeline of each form
+    for config in offered:
+        if config[:3] == attention_blockwise.NARROW:
+            loops.setdefault(config.loops, config)
+    assert loops
+    for config in loops.values():
+        assert_fits(compile_block(target, 64, HALF, config, **band_flags(band))[1], target)
+
+
 @pytest.mark.parametrize("target", [80, 90])
 def test_few_rows_of_the_widest_heads(target):
     """Their narrow tiles keep the query tile in registers on every GPU."""
