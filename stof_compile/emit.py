@@ -100,11 +100,17 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
+def has_autocast(graph: Graph) -> bool:
+    """Whether the graph has autocast regions of its own."""
+    enter = torch.amp.autocast_mode._enter_autocast
+    return bool(graph.find_nodes(op="call_function", target=enter, sort=False))
+
+
 @contextmanager
 def autocast_at(graph: Graph, place: Node) -> Iterator[None]:
     """Enter the autocast regions of the graph that are open at a node."""
     open_regions: list[Node] = []
-    for node in graph.nodes:
+    for node in graph.nodes if has_autocast(graph) else ():
         if node is place:
             break
         if raw_name(node) == "_enter_autocast":

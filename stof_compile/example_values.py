@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.fx.node import map_arg
 
 from stof_compile.emit import autocast_at, fake_result
 from stof_compile.fusion.op_kind import op_kind
-from stof_compile.node_ops import VIEWS, is_inplace, operation, raw_name
+from stof_compile.node_ops import VIEWS, is_inplace, operation
 
 
 def update_values(graph: Graph, start: Node) -> None:
@@ -22,16 +21,17 @@ def update_values(graph: Graph, start: Node) -> None:
     Stops at nodes that cannot be run once more for nothing: writes, and operations that are not
     known here.
     """
-    regions = any(raw_name(node) == "_enter_autocast" for node in graph.nodes)
-    changed = {start}
+    waiting = set(start.users)  # the graph is in order: they all follow
     node = start.next
-    while node.op != "root":
-        if not changed.isdisjoint(node.all_input_nodes) and _can_run(node):
-            with autocast_at(graph, node) if regions else ExitStack():
-                value = fake_result(node)
-            if value is not None and not _alike(value, node.meta.get("example_value")):
-                node.meta["example_value"] = value
-                changed.add(node)
+    while waiting:
+        if node in waiting:
+            waiting.remove(node)
+            if _can_run(node):
+                with autocast_at(graph, node):
+                    value = fake_result(node)
+                if value is not None and not _alike(value, node.meta.get("example_value")):
+                    node.meta["example_value"] = value
+                    waiting.update(node.users)
         node = node.next
 
 

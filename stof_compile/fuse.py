@@ -18,6 +18,7 @@ from stof_compile.between import switches_gradients_on
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
 from stof_compile.device import device_facts
+from stof_compile.emit import has_autocast
 from stof_compile.errors import StofOptionError
 from stof_compile.fold_transpose import fold_transposes
 from stof_compile.fusion.chain import OpChain, find_chains
@@ -29,7 +30,6 @@ from stof_compile.fusion.rewrite import Segment, rewrite_segments
 from stof_compile.fusion.rope import RopeSite, find_rotations
 from stof_compile.fusion.rope_rewrite import rewrite_rotations
 from stof_compile.graph_copy import copy_graph
-from stof_compile.node_ops import raw_name
 from stof_compile.options import StofOptions
 from stof_compile.packing import Pack, PackedWeights, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
@@ -116,9 +116,7 @@ def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
     if _spread_inputs(facts):  # timing an operator of theirs would talk to ranks that do not listen
         return "some inputs are spread over ranks (DTensor)"
     device = facts.device.type
-    if torch.is_autocast_enabled(device) or any(
-        raw_name(node) == "_enter_autocast" for node in gm.graph.nodes
-    ):
+    if torch.is_autocast_enabled(device) or has_autocast(gm.graph):
         return "autocast chooses dtypes inside the graph"
     return ""
 

@@ -211,6 +211,10 @@ class BlockMask:
 
     def statistics(self) -> dict[str, Any]:
         """Facts of the mask as plain data, for choosing a kernel and for reports."""
+        return dict(self._statistics)
+
+    @cached_property
+    def _statistics(self) -> dict[str, Any]:  # each layer asks, and the host waits for counts
         return {
             "q_len": self.q_len,
             "k_len": self.k_len,
