@@ -50,24 +50,26 @@ def start_server() -> None:
             os.environ["PYTHONPATH"] = path
 
 
-def start(command: list[str], environment: Mapping[str, str]) -> BaseProcess:
+def start(command: list[str], environment: Mapping[str, str], *, leads: bool = True) -> BaseProcess:
     """Start ``[python, script, argument, ...]``.
 
+    Args:
+        leads: it leads a process group; else it belongs to that of its server.
     Raises:
         OSError, EOFError: the server is gone; the next start begins another.
     """
     process = multiprocessing.get_context("forkserver").Process(
-        target=_begin, args=(command, dict(environment))
+        target=_begin, args=(command, dict(environment), leads)
     )
     with _COLLECTING:
         process.start()
     return process
 
 
-def finish(process: BaseProcess, limit_s: float) -> int | None:
+def finish(process: BaseProcess, limit_s: float | None) -> int | None:
     """Wait for the exit code (minus the signal that ended it); None: it took too long, was ended.
 
-    Whatever interrupts the wait ends the process as well.
+    Without a limit it may take any time. Whatever interrupts the wait ends the process as well.
     """
     try:
         if not connection.wait([process.sentinel], limit_s):
@@ -121,9 +123,10 @@ def cuda_started() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_STARTED)
 
 
-def _begin(command: list[str], environment: dict[str, str]) -> None:
+def _begin(command: list[str], environment: dict[str, str], leads: bool) -> None:
     """Be the process that a command line would start."""
-    os.setpgid(0, 0)
+    if leads:
+        os.setpgid(0, 0)
     reason = unfit(environment)
     if reason:
         print(f"  as an ordinary process: {reason}", file=sys.stderr, flush=True)

@@ -1,27 +1,28 @@
 """The first call of a compiled model in a process of its own: its seconds, and what STOF noted.
 
 Imports, building the model and one small compiled function (which starts Inductor's workers) come
-before the clock.
+before the clock. The process is a fork of one that has imported torch, STOF and these modules.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import cell_process
 import timing
 import torch
 from ways import Way, compile_model, make_subject
 
-MARK = "first call: "
+ANSWER = "first-call.json"  # in the folder of caches
 
 
 def in_new_process(args: argparse.Namespace, step: str, caches: Path) -> dict[str, Any]:
-    """Run ``--worker step`` of the same command and read what :func:`report` printed.
+    """Run ``--worker step`` of the same command and read what :func:`report` left.
 
     Raises:
         RuntimeError: the process failed.
@@ -30,11 +31,15 @@ def in_new_process(args: argparse.Namespace, step: str, caches: Path) -> dict[st
     for name in ("device", "model", "seed", "out", "tune_budget"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--caches", str(caches), *(["--smoke"] if args.smoke else []), "--worker", step]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the process of {step} ended with {done.returncode}")
-    (line,) = (x for x in done.stdout.splitlines() if x.startswith(MARK))
-    found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+    answer = caches / ANSWER
+    answer.unlink(missing_ok=True)
+    cell_process.start_server()
+    # of the group of this process, which is ended as a whole
+    process = cell_process.start(command, os.environ, leads=False)
+    code = cell_process.finish(process, None)
+    if code:
+        raise RuntimeError(f"the process of {step} ended with {code}")
+    found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
 
@@ -42,7 +47,7 @@ def in_new_process(args: argparse.Namespace, step: str, caches: Path) -> dict[st
 def report(
     args: argparse.Namespace, device: torch.device, model: str, shape: str, way: Way
 ) -> None:
-    """Make the first call and print its figures for :func:`in_new_process`."""
+    """Make the first call and leave its figures for :func:`in_new_process`."""
     store = args.caches / "stof-store"
     subject = make_subject(model, shape, device, store, args.seed, answer=False)
     with timing.own_caches(args.caches, f"{args.command}-{way.attention}", store):
@@ -50,7 +55,7 @@ def report(
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
         seconds = timing.first_call(call, subject.sets[0], device)
         noted = what_stof_noted(compiled) if way.attention == "stof" else {}
-    print(f"{MARK}{json.dumps({'seconds': seconds, **noted})}", flush=True)
+    (args.caches / ANSWER).write_text(json.dumps({"seconds": seconds, **noted}))
 
 
 def what_stof_noted(compiled: Any) -> dict[str, Any]:
