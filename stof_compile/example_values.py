@@ -15,14 +15,14 @@ from stof_compile.fusion.op_kind import op_kind
 from stof_compile.node_ops import VIEWS, is_inplace, operation
 
 
-def update_values(graph: Graph, start: Node) -> None:
-    """Compute the example values of what reads a node, and of what reads that, where they change.
+def update_values(graph: Graph, *starts: Node) -> None:
+    """Compute the example values of what reads nodes, and of what reads that, where they change.
 
     Stops at nodes that cannot be run once more for nothing: writes, and operations that are not
     known here.
     """
-    waiting = set(start.users)  # the graph is in order: they all follow
-    node = start.next
+    waiting = {user for start in starts for user in start.users}
+    node = min(starts).next  # the graph is in order: they all follow
     while waiting:
         if node in waiting:
             waiting.remove(node)

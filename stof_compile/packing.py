@@ -128,6 +128,7 @@ def _rewrite(graph: Graph, pack: Pack, nodes: Mapping[str, Node], operands: Sequ
         return torch.matmul(x, weight) if bias is None else torch.matmul(x, weight) + bias
 
     (whole,) = emit(graph, before, before, product, *operands)
+    written = []
     parts = zip(
         pack.results, accumulate((0, *pack.sizes[:-1])), pack.sizes, pack.copied, strict=True
     )
@@ -141,7 +142,8 @@ def _rewrite(graph: Graph, pack: Pack, nodes: Mapping[str, Node], operands: Sequ
         (new,) = emit(graph, before, result, part, whole)
         assert dtype_of(new) == dtype_of(result), "a pack changes no dtype"
         result.replace_all_uses_with(new)
-        update_values(graph, new)
+        written.append(new)
+    update_values(graph, *written)
     layers = [nodes[name] for name in pack.nodes]
     sources = {source for node in layers for source in node.all_input_nodes}.difference(layers)
     for node in reversed(layers):

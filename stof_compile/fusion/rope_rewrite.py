@@ -53,12 +53,14 @@ def _rewrite(
         if view < whole:
             after.append(view)
             after = view
+    written = []
     for name, value, copied in zip(site.results, site.values, site.copied, strict=True):
         result, view = nodes[name], nodes[value]
         if copied:
             (view,) = emit(graph, result, result, lambda v: v.clone(), view)
         result.replace_all_uses_with(view)
-        update_values(graph, view)
+        written.append(view)
+    update_values(graph, *written)
     gone = [nodes[name] for name in (*site.inside, site.product)]
     for node in sorted(gone, reverse=True):
         graph.erase_node(node)
