@@ -89,14 +89,30 @@ def done(process: BaseProcess) -> bool:
 
 
 def end(process: BaseProcess) -> None:
-    """Kill a process with all that it started and that is in its group."""
+    """Kill a process with its group, if it leads one, and with all that it started."""
     assert process.pid is not None, "started"
     if not done(process):
-        for kill in (os.killpg, os.kill):  # the latter where it has no group yet, nor children
+        started = _descendants(process.pid)
+        with contextlib.suppress(ProcessLookupError):  # it leads none, or none yet
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in (process.pid, *started):
             with contextlib.suppress(ProcessLookupError):
-                kill(process.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     with _COLLECTING:
         process.join()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and what these have started."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found = [pid]
+    for one in found:  # it grows
+        found += children.get(one, ())
+    return found[1:]
 
 
 def end_all() -> None:

@@ -37,8 +37,8 @@ def in_new_process(args: argparse.Namespace, step: str, caches: Path) -> dict[st
     # of the group of this process, which is ended as a whole
     process = cell_process.start(command, os.environ, leads=False)
     code = cell_process.finish(process, None)
-    if code:
-        raise RuntimeError(f"the process of {step} ended with {code}")
+    if code or not answer.exists():
+        raise RuntimeError(f"the process of {step} ended with {code} and left no answer")
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
 

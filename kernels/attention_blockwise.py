@@ -80,7 +80,7 @@ _TILES = (
 )
 # Where 64 rows a program leave most of the GPU idle, smaller programs shorten the critical path.
 _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
-_FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
+FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
 _MAX_TILES = 3  # tile shapes offered for one problem, and the narrow one
@@ -131,7 +131,7 @@ def configs(
     limit = shared_memory_limit(capability)
     tf32 = int(dtype == torch.float32 and tf32_allowed())
     tallest = 128 if q_len is None else next_power_of_two(q_len)
-    few = q_len is not None and planes is not None and planes * -(-q_len // 64) < _FEW_PROGRAMS
+    few = q_len is not None and planes is not None and planes * -(-q_len // 64) < FEW_PROGRAMS
     every = _TILES_FP32 if itemsize == 4 else _TILES
     fitting = [
         (block_q, block_k, warps)

@@ -54,6 +54,7 @@ from stof_compile.templates import TEMPLATES
 
 logger = logging.getLogger("stof_compile")
 
+TUNED_KIND = "tuned"  # of the store: graphs that were tuned before
 SEARCH_SHARE = 0.6  # of the seconds left when fusion begins; whole graphs are compared after it
 ROPE_SHARE = 0.25  # of the seconds left for the search, for products with rotations
 
@@ -71,7 +72,7 @@ class FusionResult:
         segments: segments replaced by a template.
         folded: copies of transposed operands that products now read through strides.
         packed: keeps packed weights equal to the originals; None where nothing is packed.
-        trials: candidates measured in this compile. cut_off: the seconds for them were spent.
+        trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
         unplanned: chains in words that a template takes a part of and that a plan made for other
             graphs does not have.
@@ -87,7 +88,6 @@ class FusionResult:
     folded: int = 0
     packed: PackedWeights | None = None
     trials: int = 0
-    cut_off: bool = False
     refusal: str = ""
     unplanned: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -131,9 +131,9 @@ class Fusion:
 
     Args:
         gm: the normalised graph, changed in place. facts: of its capture. budget: seconds left for
-            all that is measured. plan: choices of the user. tuned: whether the graph was tuned
-            before: it measures little or nothing then, and gets processes that compile only if it
-            asks for them.
+            all that is measured. plan: choices of the user. identity: names the captured graph;
+            one that was tuned before measures little or nothing, and gets processes that compile
+            only if it asks for them.
     Attributes:
         refusal: why the operators of the graph are left to Inductor, empty when they are not.
     """
@@ -146,11 +146,10 @@ class Fusion:
         store: Store | None,
         budget: Budget,
         plan: Plan | None,
-        *,
-        tuned: bool = False,
+        identity: str = "",
     ) -> None:
-        self._gm, self._facts, self._opts = gm, facts, opts
-        self._plan, self._tuned = plan, tuned
+        self._gm, self._facts, self._opts, self._store = gm, facts, opts, store
+        self._plan, self._identity = plan, identity
         self.refusal = fusion_refusal(gm, facts)
         self._device = device_facts(facts.device)
         self._templates = tuple(t for t in TEMPLATES if self._device.kind in t.device_kinds)
@@ -175,7 +174,8 @@ class Fusion:
     def _will_measure(self) -> bool:
         if self.refusal or self._context.forced or not self._context.measure:
             return False
-        return self._plan is None and not self._tuned and not self._context.budget.spent
+        known = self._store is not None and self._store.get(TUNED_KIND, self._identity) is not None
+        return self._plan is None and not known
 
     def compile_ahead(self) -> None:
         """Give the processes that compile what the search will most likely ask for.
@@ -215,7 +215,9 @@ class Fusion:
             self._pack_projections(result)
             self._rotate_in_products(result)
             self._fuse_chains(result)
-        result.trials, result.cut_off = ctx.trials, ctx.budget.spent
+        result.trials = ctx.trials
+        if self._store is not None and self._identity and result.trials:
+            self._store.put(TUNED_KIND, self._identity, {"trials": result.trials})
         result.seconds = time.monotonic() - started
         for part in ("measuring_s", "compiling_s", "first_calls_s", "timing_s"):
             setattr(result, part, getattr(bench, part))

@@ -5,6 +5,7 @@ normalise -> match attention -> resolve masks -> choose kernels -> rewrite -> fu
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -37,7 +38,6 @@ from stof_compile.record_fusion import record_fusion
 from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key
 from stof_compile.triton_environment import settle_triton_environment
-from stof_compile.tuned import TunedBefore
 from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
 
 
@@ -128,17 +128,14 @@ def _rewrite(
     record_near_misses(near_misses, opts, record)
     store = Store(opts.cache_dir or default_root(), made.environment)
     plan = None if given is None else given.for_graph(made.graph)
-    tuned = TunedBefore(store, record.graphs["captured"], opts)
-    own = plan is None and not choices and opts.tune_budget_s > 0  # what it measures is its own
-    if own and tuned.ended:
-        budget.stop()
+    identity = hashlib.sha256(record.graphs["captured"].encode()).hexdigest()
     ctx = LoweringContext(facts, opts, store, budget, plan, dict(choices))
     fusion = None
     wanted = opts.fusion != "off" and (plan is None or plan.fusion)
     with ExitStack() as ending:
         operators = None
         if wanted:
-            operators = Fusion(gm, facts, opts, store, budget, plan, tuned=tuned.known)
+            operators = Fusion(gm, facts, opts, store, budget, plan, identity)
             ending.enter_context(operators)
             operators.compile_ahead()
         started = time.monotonic()
@@ -152,9 +149,6 @@ def _rewrite(
             if given is not None and plan is not None:
                 where = opts.plan or "of another rank"
                 refuse_other_plan(given, plan, ctx.choices, fusion, made.about, where)
-    if own:
-        found = fusion or FusionResult()
-        tuned.note(found.trials, cut_off=found.cut_off or budget.spent)
     if wanted and not facts.grad_enabled:
         shortened = shorten_gelu(gm)
         if shortened:

@@ -77,8 +77,10 @@ def settle_triton_environment(device: torch.device) -> None:
 @cache
 def _ask_for_the_version_again() -> None:
     """Have Triton ask the assembler that is chosen now for its version, once in a process."""
-    from triton.backends.nvidia import compiler
-
+    try:
+        from triton.backends.nvidia import compiler
+    except ImportError:  # another backend
+        return
     for asked in (
         getattr(compiler, "get_ptxas_version", None),
         getattr(getattr(compiler, "CUDABackend", None), "hash", None),

@@ -241,5 +241,20 @@ def test_the_driver_is_asked_whether_cuda_was_started(bench_path, monkeypatch, a
     assert cell_process.cuda_started() == started
 
 
+def test_what_a_process_has_started_is_found(bench_path):
+    import cell_process
+
+    command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
+    with subprocess.Popen(command) as outer:
+        try:
+            until = time.monotonic() + 30
+            while len(cell_process._descendants(outer.pid)) < 1 and time.monotonic() < until:
+                time.sleep(0.05)
+            (inner,) = cell_process._descendants(outer.pid)
+            assert {outer.pid, inner} <= set(cell_process._descendants(os.getpid()))
+        finally:
+            os.kill(inner, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     print(json.dumps(act(Path(sys.argv[1]))))

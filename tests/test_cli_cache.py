@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stof_compile import tuned, verdict
+from stof_compile import fuse, verdict
 from stof_compile.cli import main
 from stof_compile.cli.environments import environments_here
 from stof_compile.cli.stored_values import DESCRIPTIONS, in_words
@@ -128,7 +128,7 @@ def test_what_another_format_left_is_shown_as_such(capsys, filled):
 
 def test_every_kind_has_words():
     modules = (learned, pack_choice, rope_choice, trial, tuner, verdict)
-    kinds = {module.STORE_KIND for module in modules} | {tuned.TUNED_KIND, "attention"}
+    kinds = {module.STORE_KIND for module in modules} | {fuse.TUNED_KIND, "attention"}
     assert set(DESCRIPTIONS) == kinds
     segment = SegmentPlan(0, 2, "triton_gemm", (("rows", 4),), 3.0, 5.0)
     chain = ChainPlan(("linear", "gelu"), "1", "0", (segment,), "measured", 1, 5.0, 3.0)

@@ -18,8 +18,8 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
 TILE, NARROW_TILE = (64, 64), (64, 32)
 # Shares of the scores in the kept tiles of TILE: narrow tiles are worth timing where theirs have at
-# most the first, tiles of more rows where theirs have at most the second. What a kernel takes grows
-# with the scores it computes; a narrow tile takes two thirds of TILE's instructions, not half.
+# most the first, tiles of more rows where theirs have at most the second. Half a tile takes two
+# thirds of TILE's instructions, which 0.75 would make up for; more programs fit a multiprocessor.
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
 _LOOPS = 4  # position of the loop form in a block-wise config
 
@@ -100,7 +100,10 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         return [tuple(config) for config in rows]
     block_mask = problem.block_mask(TILE)
     most = _tile_area(problem, TILE)
-    narrow = not problem.training and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
+    rows = problem.batch * problem.heads * -(-problem.q_len // TILE[0])
+    half = problem.q.dtype.itemsize == 2 and not problem.training
+    narrow = half and rows >= attention_blockwise.FEW_PROGRAMS
+    narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found = []
     for config in attention_blockwise.configs(

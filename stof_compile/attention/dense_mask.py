@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from stof_compile.capture import add_buffer
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.measure import real_tensors
 
-LARGEST_KEPT = 2**28
-"""Bytes of a mask that is evaluated once and kept; a larger one is evaluated at each call."""
+MOST_KEPT = 2**28
+"""Bytes of masks that one graph keeps; what is more is evaluated at each call."""
+
+KEPT = "kept_mask_"  # how the names of such buffers begin
 
 
 class Place(NamedTuple):
@@ -82,17 +85,19 @@ def dense_keep(
 
 
 def _kept(gm: GraphModule, spec: MaskSpec, like: Node, place: Place, causal: bool) -> Node | None:
-    """A buffer with the mask, one for all layers alike; None where it would be too large."""
+    """A buffer with the mask, for all layers alike; None where the graph would keep too much."""
     example = like.meta["example_value"]
     batch, heads = example.shape[:2]
     rows, columns = spec.plane_shape()
     if not all(isinstance(n, int) for n in (batch, heads)):
         return None
-    planes = (rows or batch) * (heads if columns is None else columns)
-    if planes * place.q_len * place.k_len > LARGEST_KEPT:
-        return None
-    name = "_".join(["mask", spec.key[:12], *map(str, (*place, batch, heads, int(causal)))])
+    parts = (spec.key, example.device, *place, batch, heads, int(causal))
+    name = KEPT + re.sub(r"\W", "_", " ".join(map(str, parts)))
     held = getattr(gm, name, None)
+    planes = (rows or batch) * (heads if columns is None else columns)
+    kept = sum(b.nbytes for other, b in gm.named_buffers() if other.startswith(KEPT))
+    if held is None and kept + planes * place.q_len * place.k_len > MOST_KEPT:
+        return None
     if held is None:
         with real_tensors(), torch.no_grad():
 

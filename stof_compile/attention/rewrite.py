@@ -19,6 +19,7 @@ from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
 from stof_compile.emit import emit
 
+REPLACED = "stof_replaced_by"  # of a node's meta
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -117,10 +118,17 @@ def replace_output(
     gm: GraphModule, old: Node, build: Callable[[Callable[[Node], Any]], Any]
 ) -> None:
     """Replace a node by what ``build`` writes in front of it; ``build`` gets a function from nodes
-    to proxies."""
+    to proxies, of what stands in their place where they were replaced before."""
     tracer = GraphAppendingTracer(gm.graph)
-    (new,) = emit(gm.graph, old, old, lambda: build(lambda node: Proxy(node, tracer)))
+
+    def proxy(node: Node) -> Proxy:
+        while REPLACED in node.meta:  # attention may read the output of another
+            node = node.meta[REPLACED]
+        return Proxy(node, tracer)
+
+    (new,) = emit(gm.graph, old, old, lambda: build(proxy))
     old.replace_all_uses_with(new)
+    old.meta[REPLACED] = new
     erase_dead(gm, old)
 
 

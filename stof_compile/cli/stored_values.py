@@ -62,9 +62,7 @@ def _graph(value: dict[str, Any]) -> str:
 
 
 def _tuned(value: dict[str, Any]) -> str:
-    words = f"a graph tuned before, {value['trials']} candidates measured"
-    seconds = value.get("unfinished_s", 0.0)
-    return f"{words}; cut off after {seconds:g} s" if seconds else words
+    return f"a graph tuned before, {value['trials']} candidates measured"
 
 
 def _learned(value: dict[str, Any]) -> str:
