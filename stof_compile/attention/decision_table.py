@@ -100,9 +100,9 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         return [tuple(config) for config in rows]
     block_mask = problem.block_mask(TILE)
     most = _tile_area(problem, TILE)
-    rows = problem.batch * problem.heads * -(-problem.q_len // TILE[0])
+    programs = problem.batch * problem.heads * -(-problem.q_len // TILE[0])
     half = problem.q.dtype.itemsize == 2 and not problem.training
-    narrow = half and rows >= attention_blockwise.FEW_PROGRAMS
+    narrow = half and programs >= attention_blockwise.FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found = []
