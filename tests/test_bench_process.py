@@ -73,6 +73,7 @@ def act(folder):
 
     cell = folder / "cell.py"
     cell.write_text(CELL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell put us behind
     cell_process.start_server()
     seen = {"python_path": os.environ.get("PYTHONPATH")}
 
