@@ -317,65 +317,6 @@ def test_attention_off_keeps_sdpa_with_the_mask(padded):
 
 
 @torch.no_grad()
-def test_a_mask_of_known_sizes_is_evaluated_once_for_all_layers_and_calls(monkeypatch):
-    from stof_compile import ops
-
-    model, inputs = hf_gpt2("sdpa", False, layers=2)
-    evaluated = []
-    evaluate = ops._dense_rows
-    monkeypatch.setattr(ops, "_dense_rows", lambda *a: evaluated.append(a) or evaluate(*a))
-    fast = compile_with(model, WINDOW, attention="off")
-    with masked(WINDOW):
-        expected = model(**inputs)
-    for _ in range(2):
-        assert_same(fast(**inputs), expected)
-    assert len(evaluated) == 1
-
-
-@pytest.mark.parametrize("attention", ["gather", "off"])
-@torch.no_grad()
-def test_attention_that_reads_the_output_of_another(attention):
-    class Attend(nn.Module):
-        def forward(self, x):
-            first = F.scaled_dot_product_attention(x, x, x)
-            second = F.scaled_dot_product_attention(first, first, first)
-            return F.scaled_dot_product_attention(second, second, second)
-
-    x = torch.randn(1, 2, 32, 16)
-    with masked(WINDOW):
-        expected = Attend()(x)
-    fast = compile_with(Attend(), WINDOW, attention=attention)
-    assert_same(fast(x), expected)
-
-
-@torch.no_grad()
-def test_more_masks_than_a_graph_keeps_are_evaluated_at_each_call(monkeypatch):
-    from stof_compile import ops
-    from stof_compile.attention import dense_mask
-
-    class Attend(nn.Module):
-        def forward(self, x):
-            first = F.scaled_dot_product_attention(x, x, x)
-            rest = first[:, :, 8:]
-            return F.scaled_dot_product_attention(rest, rest, rest)
-
-    evaluated = []
-    evaluate = ops._dense_rows
-    monkeypatch.setattr(ops, "_dense_rows", lambda *a: evaluated.append(a) or evaluate(*a))
-    x = torch.randn(1, 2, 32, 16)
-    with masked(WINDOW):
-        expected = Attend()(x)
-    for most, calls in ((2**20, 2), (32 * 32, 1 + 3), (0, 2 * 3)):
-        torch._dynamo.reset()
-        evaluated.clear()
-        monkeypatch.setattr(dense_mask, "MOST_KEPT", most)
-        fast = compile_with(Attend(), WINDOW, attention="off")
-        for _ in range(3):
-            assert_same(fast(x), expected)
-        assert len(evaluated) == calls, most
-
-
-@torch.no_grad()
 def test_a_softmax_that_stays_gets_the_mask():
     model, inputs = hand_written("scale_both")
     expected = compile_with(model, WINDOW)(**inputs)
