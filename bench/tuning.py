@@ -54,7 +54,9 @@ def run_tuning(args: argparse.Namespace, device: torch.device) -> None:
     for _ in range(1 + max(1, args.repeats)):
         for name, calls in found.items():
             calls.append(in_new_process(args, f"{args.worker}/{name}", caches))
-            say(f"  {args.worker} {name}: {calls[-1]['seconds']:.2f} s")
+            steps = calls[-1].get("steps", {}).items()
+            spent = ", ".join(f"{step} {seconds:.2f}" for step, seconds in steps)
+            say(f"  {args.worker} {name}: {calls[-1]['seconds']:.2f} s {spent and f'({spent})'}")
     stof, plain = found["stof"], found["compile"]
     cell = model_cell(model, shape, device)
     row: dict[str, Any] = {

@@ -21,7 +21,12 @@ from stof_compile.node_ops import raw_name
 
 
 def emit(
-    graph: Graph, before: Node, like: Node, build: Callable[..., Any], *nodes: Node
+    graph: Graph,
+    before: Node,
+    like: Node,
+    build: Callable[..., Any],
+    *nodes: Node,
+    values: bool = True,
 ) -> list[Node]:
     """Trace ``build`` in front of a node.
 
@@ -31,6 +36,8 @@ def emit(
         like: node whose module stack and source line the new nodes take over.
         build: function of proxies; returns a proxy or a tuple of proxies.
         nodes: arguments of ``build``.
+        values: give the new nodes example values; else those that ``build`` returned lack theirs
+            as well, and the caller knows them.
     Returns:
         The nodes ``build`` returned.
     """
@@ -42,11 +49,16 @@ def emit(
     node = first.next
     while node is not before:
         node.meta["stof_emitted"] = True
+        for key in ("nn_module_stack", "source_fn_stack", "stack_trace"):
+            if key in like.meta:
+                node.meta.setdefault(key, like.meta[key])
         added.append(node)
         node = node.next
     with autocast_at(graph, before):
-        for node in added:
-            _adopt(node, like)
+        for node in added if values else ():
+            value = fake_result(node)
+            if value is not None:
+                node.meta["example_value"] = value
     outputs = result if isinstance(result, list | tuple) else (result,)
     return [out.node if isinstance(out, Proxy) else out for out in outputs]
 
@@ -59,15 +71,6 @@ def erase_unused(graph: Graph) -> int:
             graph.erase_node(node)
             count += 1
     return count
-
-
-def _adopt(node: Node, like: Node) -> None:
-    for key in ("nn_module_stack", "source_fn_stack", "stack_trace"):
-        if key in like.meta:
-            node.meta.setdefault(key, like.meta[key])
-    value = fake_result(node)
-    if value is not None:
-        node.meta["example_value"] = value
 
 
 def fake_result(node: Node) -> Any:

@@ -13,14 +13,16 @@ import torch
 from torch.fx import Node
 
 from stof_compile.emit import fake_mode_of
-from stof_compile.example_values import run_on
+from stof_compile.example_values import is_static, run_on
 from stof_compile.fusion.op_kind import is_attention
-from stof_compile.node_ops import VIEWS, is_inplace, operation, raw_name, tensor_meta
+from stof_compile.node_ops import CASTS, VIEWS, is_inplace, operation, raw_name, tensor_meta
 
 # Readers of the memory itself: a slice shows them something else.
 STRIDE_READERS = frozenset(
     {"as_strided", "stride", "storage_offset", "is_contiguous", "data_ptr", "untyped_storage"}
 )
+
+_OF_DEVICES = frozenset({"cpu", "cuda", "data", "getattr", "_get_data_attr"})
 
 
 def consumer_problem(result: Node) -> str | None:
@@ -45,9 +47,13 @@ def needs_copy(result: Node, total: int, start: int) -> bool:
     """
     value = tensor_meta(result)
     assert value is not None, "a result is a tensor"
-    mode = fake_mode_of([value])
+    views = [alias for alias in _aliases(result) if alias is not result]
+    # without a fake mode where that will do: a model has hundreds of such views
+    bare = is_static(value) and all(map(_is_plain_view, views))
+    place = torch.device("meta") if bare else value.device
+    mode = None if bare else fake_mode_of([value])
     with mode if mode is not None else ExitStack(), torch.no_grad():
-        wide = value.new_empty((*value.shape[:-1], total))
+        wide = torch.empty((*value.shape[:-1], total), dtype=value.dtype, device=place)
         return strides_matter(result, wide.narrow(-1, start, value.shape[-1]))
 
 
@@ -63,6 +69,11 @@ def strides_matter(result: Node, other: Any) -> bool:
             if user.op == "output" or not _takes_strides(user):
                 return True
     return not _views_hold(result, aliases, other)
+
+
+def _is_plain_view(node: Node) -> bool:
+    """Whether a view depends on its source and numbers alone, and on no device."""
+    return len(node.all_input_nodes) == 1 and operation(node) in VIEWS - CASTS - _OF_DEVICES
 
 
 def _aliases(result: Node) -> Iterator[Node]:

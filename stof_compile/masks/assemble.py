@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 from stof_compile.masks.bands import BandRule
 from stof_compile.masks.spec import FULL, MaskSpec
@@ -78,6 +79,24 @@ def assemble(
         .to(torch.int32),
     }
     return Storage(planes, tensors, _common_band(groups, lists))
+
+
+def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
+    """Number of (batch, head) planes of a rule in a problem of these sizes.
+
+    Raises:
+        StofMaskError: the rule was made for other sizes.
+    """
+    found = []
+    for what, planes, size in zip(
+        ("batch", "head"), spec.plane_shape(), (batch, heads), strict=True
+    ):
+        if planes not in (1, None, size):
+            raise StofMaskError(
+                f"the mask has {planes} {what} planes, the problem has {what} size {size}: {spec!r}"
+            )
+        found.append(max(size, 1) if planes is None else planes)
+    return found[0], found[1]
 
 
 def _groups(

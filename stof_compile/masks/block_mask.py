@@ -14,11 +14,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
-from stof_compile.masks.assemble import Storage, assemble
+from stof_compile.masks.assemble import Storage, assemble, planes_of
 from stof_compile.masks.bands import BandRule
 from stof_compile.masks.fragments import to_fragments
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.spec import MaskSpec, digest
+
+_TILES_ON_HOST = 2**12
+"""Tiles of all planes up to which a plain rule is evaluated on the CPU for any device. That takes 3
+to 20 ms; a GPU takes 0.2 s for a process's first mask, as each kernel is loaded when first used."""
+
+_FOUND = ("_counts", "_statistics", "is_band", "tile_map", "key")
+"""Properties that do not depend on the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,7 +301,10 @@ class BlockMask:
             for field in fields(self)
             if field.type == "Tensor"
         }
-        return replace(self, **moved)
+        there = replace(self, **moved)
+        # what was found out about the contents holds wherever they are
+        there.__dict__.update({name: vars(self)[name] for name in _FOUND if name in vars(self)})
+        return there
 
     def to_dense(self) -> Tensor:
         """Expand to bool [Bm, Hm, q_len, k_len], the whole matrix."""
@@ -359,8 +369,15 @@ def build_block_mask(
             f"q_offset={q_offset}"
         )
     batch_planes, head_planes = planes_of(spec, batch, heads)
+    tiles = batch_planes * head_planes * -(-q_len // block_q) * -(-k_len // block_k)
     # the caller may be tracing: a mask is made of real numbers
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        if torch.device(device).type != "cpu" and tiles <= _TILES_ON_HOST and spec.is_plain:
+            made = build_block_mask(
+                spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads
+            )
+            made.statistics()  # counted where nothing has to be waited for
+            return made.to(device)
         bound = spec.bind(q_len, k_len, q_offset, device).to(device)
         shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)
         storage = assemble(bound, shape, batch_planes, head_planes, torch.device(device))
@@ -374,21 +391,3 @@ def build_block_mask(
         **storage.tensors,
         band=storage.band,
     )
-
-
-def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
-    """Number of (batch, head) planes of a rule in a problem of these sizes.
-
-    Raises:
-        StofMaskError: the rule was made for other sizes.
-    """
-    found = []
-    for what, planes, size in zip(
-        ("batch", "head"), spec.plane_shape(), (batch, heads), strict=True
-    ):
-        if planes not in (1, None, size):
-            raise StofMaskError(
-                f"the mask has {planes} {what} planes, the problem has {what} size {size}: {spec!r}"
-            )
-        found.append(max(size, 1) if planes is None else planes)
-    return found[0], found[1]

@@ -6,7 +6,8 @@ from functools import cache, lru_cache
 
 import torch
 
-from stof_compile.masks.block_mask import BlockMask, build_block_mask, planes_of
+from stof_compile.masks.assemble import planes_of
+from stof_compile.masks.block_mask import BlockMask, build_block_mask
 from stof_compile.masks.spec import MaskSpec
 
 

@@ -38,6 +38,7 @@ class Opaque(MaskSpec):
     graph: str
     captured: tuple[Tensor, ...] = ()
     rule: ClassVar[str] = "opaque"
+    has_code: ClassVar[bool] = True
 
     @cached_property
     def _program(self) -> tuple[list[tuple[Callable[..., Any], Any, Any]], Any]:

@@ -63,6 +63,7 @@ class MaskSpec:
     """
 
     rule: ClassVar[str]
+    has_code: ClassVar[bool] = False  # of the user, who may have written it for one device
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -153,6 +154,11 @@ class MaskSpec:
         yield self
         for child in self.children:
             yield from child.walk()
+
+    @property
+    def is_plain(self) -> bool:
+        """True when the rule has neither tensors nor code of the user: the same on all devices."""
+        return not self.tensors() and not any(rule.has_code for rule in self.walk())
 
     def expanded(self) -> MaskSpec | None:
         """The algebra a named composition stands for; None for every other rule."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stof_compile import masks
-from stof_compile.masks import bitmap
+from stof_compile.masks import bitmap, block_mask
 from stof_compile.masks.evaluate import TileEvaluator
 from stof_compile.masks.tiles import Grid
 
@@ -166,7 +166,8 @@ def test_compiled_strips_equal_eager_ones():
     ids=str,
 )
 @pytest.mark.parametrize("block", [64, (128, 32), 16], ids=str)
-def test_gpu_builds_the_same(spec, block):
+def test_gpu_builds_the_same(spec, block, monkeypatch):
+    monkeypatch.setattr(block_mask, "_TILES_ON_HOST", 0)
     host = masks.build_block_mask(spec, 1000, 1000, block, heads=3)
     device = masks.build_block_mask(spec, 1000, 1000, block, heads=3, device="cuda")
     assert host == device and host.band == device.band
@@ -178,3 +179,19 @@ def test_band_of_a_ragged_tile_that_only_evaluation_finds_full():
     mask = masks.build_block_mask(spec, 1, 1, 16)
     assert mask.to_dense().all()
     assert mask.band is None
+
+
+@pytest.mark.parametrize("spec", [masks.bigbird(64, 32, 0.2), masks.sliding_window(9)], ids=str)
+def test_a_small_plain_rule_is_evaluated_on_the_cpu(spec):
+    """For every device: nothing can be evaluated on this one."""
+    host = masks.build_block_mask(spec, 1000, 1000, 64)
+    made = masks.build_block_mask(spec, 1000, 1000, 64, device="meta")
+    assert made.device.type == "meta" and made.band == host.band
+    assert made.statistics() == host.statistics() and made.is_band == host.is_band
+    assert [t.shape for t in made.tensors] == [t.shape for t in host.tensors]
+
+
+def test_code_and_tensors_stay_on_their_device():
+    assert masks.bigbird(64, 32, 0.2).is_plain and (~masks.causal() | masks.dense()).is_plain
+    assert not (masks.causal() & masks.document(torch.arange(99) // 7)).is_plain
+    assert not (masks.causal() & masks.rule(lambda b, h, q, k: (q * k) % 3 == 0)).is_plain
