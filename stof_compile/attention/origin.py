@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch.fx import Graph, Node
 
+from stof_compile.errors import StofMaskError
 from stof_compile.node_ops import (
     VIEWS,
     argument,
@@ -66,6 +67,21 @@ class QueryOffset:
     value: int | None = None
     node: Node | None = None
     reason: str = ""
+
+
+def require_row(first: int, q_len: int, k_len: int, where: str) -> int:
+    """The position of the first query row, which no mask has before the first key.
+
+    Raises:
+        StofMaskError: more queries than keys in attention that counts from the end of the keys.
+    """
+    if first < 0:
+        raise StofMaskError(
+            f"{where}: {q_len} queries over {k_len} keys: the mask of the options takes the queries "
+            "to end with the keys, so that the first of them would stand before every key; give the "
+            "mask inside the model, or name other layers by path"
+        )
+    return first
 
 
 ENDS_WITH_KEYS = QueryOffset("length")

@@ -78,3 +78,14 @@ def test_more_masks_than_a_graph_keeps_are_evaluated_at_each_call(monkeypatch):
         for _ in range(3):
             assert_same(fast(x), expected)
         assert len(evaluated) == calls, most
+
+
+@pytest.mark.parametrize("attention", ["gather", "off"])
+@torch.no_grad()
+def test_more_queries_than_keys_have_no_place_in_a_mask(attention):
+    class Attend(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x[:, :, :24], x[:, :, :24])
+
+    with pytest.raises(Exception, match="32 queries over 24 keys"):
+        compile_with(Attend(), attention=attention)(torch.randn(1, 2, 32, 16))
