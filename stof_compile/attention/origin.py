@@ -77,8 +77,8 @@ def require_row(first: int, q_len: int, k_len: int, where: str) -> int:
     """
     if first < 0:
         raise StofMaskError(
-            f"{where}: {q_len} queries over {k_len} keys: the mask of the options takes the queries "
-            "to end with the keys, so that the first of them would stand before every key; give the "
+            f"{where}: {q_len} queries over {k_len} keys: the mask of the options takes queries to "
+            "end with the keys, so that the first of them would stand before every key; give the "
             "mask inside the model, or name other layers by path"
         )
     return first
