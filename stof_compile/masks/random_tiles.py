@@ -75,7 +75,11 @@ class RandomTiles(MaskSpec):
             return self
         avoid = None if self.empty_in is None else self.empty_in.bind(*grid, 0, device)
         bound = dataclasses.replace(self, empty_in=avoid, grid_len=grid)
-        return dataclasses.replace(bound, limits=_limits(bound, str(torch.device(device))))
+        tiles = bound.heads * -(-grid[0] // self.block) * -(-grid[1] // self.block)
+        # a GPU takes half a second to load the kernels of its first sort
+        host = tiles <= _STRIP_CPU and bound.is_plain
+        place = "cpu" if host else str(torch.device(device))
+        return dataclasses.replace(bound, limits=_limits(bound, place))
 
     def _grid(self, q_len: int, k_len: int, q_offset: int) -> tuple[int, int]:
         longest = max(q_offset + q_len, k_len)

@@ -103,6 +103,16 @@ def test_heads_draw_their_own_random_tiles():
     assert mask.planes == 3 and mask.full_tiles == 3 * round(0.3 * 64)
 
 
+def test_few_random_tiles_are_counted_on_the_cpu_for_every_device():
+    """Nothing can be counted on this one."""
+    spec = masks.bigbird(22, 22, 0.1, heads=2)
+    limits = [
+        [rule.limits for rule in spec.bind(512, 512, 0, place).walk() if hasattr(rule, "limits")]
+        for place in ("meta", "cpu")
+    ]
+    assert limits[0] == limits[1] and limits[0] and all(len(found) == 2 for found in limits[0])
+
+
 def test_causal_positions_are_absolute_and_lower_right_is_not():
     assert torch.equal(
         dense(masks.causal(), 50, 120, offset=70), dense(masks.causal(lower_right=True), 50, 120)
