@@ -24,7 +24,7 @@ _TILES_ON_HOST = 2**12
 """Tiles of all planes up to which a plain rule is evaluated on the CPU for any device. That takes 3
 to 20 ms; a GPU takes 0.2 s for a process's first mask, as each kernel is loaded when first used."""
 
-_FOUND = ("_counts", "_statistics", "is_band", "tile_map", "key")
+_FOUND = ("_counts", "_statistics", "is_band", "heavy_rows", "tile_map", "key")
 """Properties that do not depend on the device."""
 
 
@@ -304,6 +304,8 @@ class BlockMask:
         there = replace(self, **moved)
         # what was found out about the contents holds wherever they are
         there.__dict__.update({name: vars(self)[name] for name in _FOUND if name in vars(self)})
+        if "fragments" in vars(self):
+            there.__dict__["fragments"] = self.fragments.to(device)
         return there
 
     def to_dense(self) -> Tensor:
@@ -377,6 +379,8 @@ def build_block_mask(
                 spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads
             )
             made.statistics()  # counted where nothing has to be waited for
+            if (block_q, block_k) == (64, 64):
+                _ = made.heavy_rows
             return made.to(device)
         bound = spec.bind(q_len, k_len, q_offset, device).to(device)
         shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)

@@ -189,6 +189,8 @@ def test_a_small_plain_rule_is_evaluated_on_the_cpu(spec):
     assert made.device.type == "meta" and made.band == host.band
     assert made.statistics() == host.statistics() and made.is_band == host.is_band
     assert [t.shape for t in made.tensors] == [t.shape for t in host.tensors]
+    assert made.heavy_rows == host.heavy_rows and made.fragments.shape == host.fragments.shape
+    assert made.fragments.device.type == "meta"
 
 
 def test_code_and_tensors_stay_on_their_device():
