@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from stof_compile.attention.dense_mask import Place, dense_keep
-from stof_compile.attention.origin import QueryOffset, require_row
+from stof_compile.attention.origin import QueryOffset
 from stof_compile.attention.rewrite import and_mask_into_sdpa, and_mask_into_softmax
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.attention.site_report import SiteReport
@@ -155,8 +155,7 @@ def _keep_of(
         q_len, k_len = lengths
         if isinstance(q_len, int) and isinstance(k_len, int):
             first = 0 if place.cross else offset.value
-            first = require_row(k_len - q_len if first is None else first, q_len, k_len, where)
-            fixed = Place(first, q_len, k_len)
+            fixed = Place(k_len - q_len if first is None else first, q_len, k_len)
     return dense_keep(
         gm,
         option,

@@ -130,8 +130,17 @@ def _obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) ->
             "its mask leaves rows without a key, and the model gives those the mean of the values "
             "or the unmasked attention"
         )
-    if option is not None and option_offset(site, *lengths(site)) is None:
+    if option is None:
+        return ""
+    q_len, k_len = lengths(site)
+    first = option_offset(site, q_len, k_len)
+    if first is None:
         return "the position of the queries is known only at run time"
+    if first < 0:
+        return (
+            f"{q_len} queries end with {k_len} keys for the mask of the options, and a block mask "
+            "has no queries before the first key"
+        )
     return ""
 
 

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch.fx import Graph, Node
 
-from stof_compile.errors import StofMaskError
 from stof_compile.node_ops import (
     VIEWS,
     argument,
@@ -67,21 +66,6 @@ class QueryOffset:
     value: int | None = None
     node: Node | None = None
     reason: str = ""
-
-
-def require_row(first: int, q_len: int, k_len: int, where: str) -> int:
-    """The position of the first query row, which no mask has before the first key.
-
-    Raises:
-        StofMaskError: more queries than keys in attention that counts from the end of the keys.
-    """
-    if first < 0:
-        raise StofMaskError(
-            f"{where}: {q_len} queries over {k_len} keys: the mask of the options takes queries to "
-            "end with the keys, so that the first of them would stand before every key; give the "
-            "mask inside the model, or name other layers by path"
-        )
-    return first
 
 
 ENDS_WITH_KEYS = QueryOffset("length")
@@ -207,7 +191,7 @@ def _position_of(start: object) -> tuple[int | None, Node | None] | None:
     if start is None:
         return (0, None)
     if isinstance(start, int):
-        return (start, None)
+        return (start, None) if start >= 0 else None  # from the end
     return (None, start) if isinstance(start, Node) else None
 
 

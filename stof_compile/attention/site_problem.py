@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from stof_compile import masks
-from stof_compile.attention.origin import require_row
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import CaptureFacts
@@ -129,4 +128,4 @@ def option_offset(site: AttentionSite, q_len: int, k_len: int) -> int | None:
         )
     if where.kind == "position":
         return where.value
-    return require_row(k_len - q_len, q_len, k_len, site.name)
+    return k_len - q_len

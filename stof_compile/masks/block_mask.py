@@ -18,14 +18,8 @@ from stof_compile.masks.assemble import Storage, assemble, planes_of
 from stof_compile.masks.bands import BandRule
 from stof_compile.masks.fragments import to_fragments
 from stof_compile.masks.key_lists import key_lists
+from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
 from stof_compile.masks.spec import MaskSpec, digest
-
-_TILES_ON_HOST = 2**12
-"""Tiles of all planes up to which a plain rule is evaluated on the CPU for any device. That takes 3
-to 20 ms; a GPU takes 0.2 s for a process's first mask, as each kernel is loaded when first used."""
-
-_FOUND = ("_counts", "_statistics", "is_band", "heavy_rows", "tile_map", "key")
-"""Properties that do not depend on the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +106,9 @@ class BlockMask:
             raise StofMaskError(
                 f"fragments exist for tiles of 64 x 64, not {self.block_q} x {self.block_k}"
             )
+        host = vars(self).get(HOST)
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            return to_fragments(self.bitmap)
+            return to_fragments(self.bitmap) if host is None else host.fragments.to(self.device)
 
     @cached_property
     def key_lists(self) -> tuple[Tensor, Tensor]:
@@ -133,7 +128,7 @@ class BlockMask:
 
     # -- statistics --------------------------------------------------------------------------------
 
-    @cached_property
+    @of_contents
     def _counts(self) -> tuple[int, int, int, int]:
         """Kept elements, part tiles, largest and smallest row of all planes; one host sync."""
         if self.row_ptr.numel() <= 1:
@@ -204,7 +199,7 @@ class BlockMask:
         """True when some tile row has no tile at all."""
         return self.rows > 0 and self._counts[3] == 0
 
-    @cached_property
+    @of_contents
     def heavy_rows(self) -> int:
         """Leading entries of ``row_order`` whose rows have over twice the mean number of tiles."""
         if self.planes == 0 or self.rows == 0:
@@ -220,7 +215,7 @@ class BlockMask:
         """Facts of the mask as plain data, for choosing a kernel and for reports."""
         return dict(self._statistics)
 
-    @cached_property
+    @of_contents
     def _statistics(self) -> dict[str, Any]:  # each layer asks, and the host waits for counts
         return {
             "q_len": self.q_len,
@@ -240,14 +235,14 @@ class BlockMask:
             "nbytes": self.nbytes,
         }
 
-    @cached_property
+    @of_contents
     def tile_map(self) -> dict[str, Any]:
         """A small picture of the first plane as plain data."""
         from stof_compile.masks.tile_map import tile_map
 
         return tile_map(self)
 
-    @cached_property
+    @of_contents
     def is_band(self) -> bool:
         """True when the mask is its ``band`` and no more: a kernel may compute the tiles."""
         if self.band is None or self.planes != 1:
@@ -266,7 +261,7 @@ class BlockMask:
 
     # -- identity ----------------------------------------------------------------------------------
 
-    @cached_property
+    @of_contents
     def key(self) -> str:
         """Identity as 32 hex digits, from the contents; the same on every device."""
         parts = [
@@ -301,12 +296,7 @@ class BlockMask:
             for field in fields(self)
             if field.type == "Tensor"
         }
-        there = replace(self, **moved)
-        # what was found out about the contents holds wherever they are
-        there.__dict__.update({name: vars(self)[name] for name in _FOUND if name in vars(self)})
-        if "fragments" in vars(self):
-            there.__dict__["fragments"] = self.fragments.to(device)
-        return there
+        return replace(self, **moved)
 
     def to_dense(self) -> Tensor:
         """Expand to bool [Bm, Hm, q_len, k_len], the whole matrix."""
@@ -368,20 +358,22 @@ def build_block_mask(
     if min(q_len, k_len, q_offset) < 0:
         raise StofMaskError(
             f"lengths and offset can't be negative: q_len={q_len}, k_len={k_len}, "
-            f"q_offset={q_offset}"
+            f"q_offset={q_offset}" + (" (more queries than keys)" if q_offset < 0 else "")
         )
     batch_planes, head_planes = planes_of(spec, batch, heads)
     tiles = batch_planes * head_planes * -(-q_len // block_q) * -(-k_len // block_k)
     # the caller may be tracing: a mask is made of real numbers
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        if torch.device(device).type != "cpu" and tiles <= _TILES_ON_HOST and spec.is_plain:
+        few = None
+        if torch.device(device).type != "cpu":
+            few = bound_for_host(spec, q_len, k_len, q_offset, tiles, (block_q, block_k))
+        if few is not None:
             made = build_block_mask(
-                spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads
+                few, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads
             )
-            made.statistics()  # counted where nothing has to be waited for
-            if (block_q, block_k) == (64, 64):
-                _ = made.heavy_rows
-            return made.to(device)
+            moved = made.to(device)
+            vars(moved)[HOST] = made
+            return moved
         bound = spec.bind(q_len, k_len, q_offset, device).to(device)
         shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)
         storage = assemble(bound, shape, batch_planes, head_planes, torch.device(device))

@@ -21,6 +21,10 @@ _STRIP_CPU = 2**16
 _STRIP_GPU = 2**24
 """Tiles ranked at once: temporaries that fit a CPU's cache, few launches on a GPU."""
 
+_TILES_ON_HOST = 2**16
+"""Tiles that the CPU ranks for any device; a GPU loads the kernels of its first sort for half a
+second."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RandomTiles(MaskSpec):
@@ -76,8 +80,7 @@ class RandomTiles(MaskSpec):
         avoid = None if self.empty_in is None else self.empty_in.bind(*grid, 0, device)
         bound = dataclasses.replace(self, empty_in=avoid, grid_len=grid)
         tiles = bound.heads * -(-grid[0] // self.block) * -(-grid[1] // self.block)
-        # a GPU takes half a second to load the kernels of its first sort
-        host = tiles <= _STRIP_CPU and bound.is_plain
+        host = tiles <= _TILES_ON_HOST and bound.is_plain
         place = "cpu" if host else str(torch.device(device))
         return dataclasses.replace(bound, limits=_limits(bound, place))
 

@@ -158,7 +158,10 @@ class MaskSpec:
     @property
     def is_plain(self) -> bool:
         """True when the rule has neither tensors nor code of the user: the same on all devices."""
-        return not self.tensors() and not any(rule.has_code for rule in self.walk())
+        from stof_compile.masks.serial import RULES
+
+        ours = all(type(rule) in RULES and not rule.has_code for rule in self.walk())
+        return ours and not self.tensors()
 
     def expanded(self) -> MaskSpec | None:
         """The algebra a named composition stands for; None for every other rule."""

@@ -80,12 +80,27 @@ def test_more_masks_than_a_graph_keeps_are_evaluated_at_each_call(monkeypatch):
         assert len(evaluated) == calls, most
 
 
-@pytest.mark.parametrize("attention", ["gather", "off"])
+@pytest.mark.parametrize("attention", ["auto", "gather", "off"])
 @torch.no_grad()
-def test_more_queries_than_keys_have_no_place_in_a_mask(attention):
+def test_more_queries_than_keys_end_with_them(attention):
     class Attend(nn.Module):
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x[:, :, :24], x[:, :, :24])
 
-    with pytest.raises(Exception, match="32 queries over 24 keys"):
-        compile_with(Attend(), attention=attention)(torch.randn(1, 2, 32, 16))
+    x = torch.randn(1, 2, 32, 16)
+    wide = masks.sliding_window(40)
+    keep = (torch.arange(-8, 24)[:, None] - torch.arange(24)).abs() <= 40
+    expected = F.scaled_dot_product_attention(x, x[:, :, :24], x[:, :, :24], keep)
+    fast = compile_with(Attend(), attention=attention, mask=wide, strict=False)
+    assert_same(fast(x), expected)
+
+
+@torch.no_grad()
+def test_a_cache_written_from_its_end_has_no_position():
+    class Attend(nn.Module):
+        def forward(self, x, cache):
+            cache[:, :, -32:] = x
+            return F.scaled_dot_product_attention(x, cache, cache)
+
+    with pytest.raises(Exception, match="place that cannot be told"):
+        compile_with(Attend())(torch.randn(1, 2, 32, 16), torch.zeros(1, 2, 64, 16))

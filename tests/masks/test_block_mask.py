@@ -1,12 +1,13 @@
 """Storage: words and tiles, equal planes and tiles once, statistics, caching, the 16 x 16 build."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from stof_compile import masks
-from stof_compile.masks import bitmap, block_mask
+from stof_compile.masks import bitmap, on_host, random_tiles
 from stof_compile.masks.evaluate import TileEvaluator
 from stof_compile.masks.tiles import Grid
 
@@ -167,7 +168,8 @@ def test_compiled_strips_equal_eager_ones():
 )
 @pytest.mark.parametrize("block", [64, (128, 32), 16], ids=str)
 def test_gpu_builds_the_same(spec, block, monkeypatch):
-    monkeypatch.setattr(block_mask, "_TILES_ON_HOST", 0)
+    monkeypatch.setattr(on_host, "MOST_ELEMENTS", -1)
+    monkeypatch.setattr(random_tiles, "_TILES_ON_HOST", -1)
     host = masks.build_block_mask(spec, 1000, 1000, block, heads=3)
     device = masks.build_block_mask(spec, 1000, 1000, block, heads=3, device="cuda")
     assert host == device and host.band == device.band
@@ -189,11 +191,27 @@ def test_a_small_plain_rule_is_evaluated_on_the_cpu(spec):
     assert made.device.type == "meta" and made.band == host.band
     assert made.statistics() == host.statistics() and made.is_band == host.is_band
     assert [t.shape for t in made.tensors] == [t.shape for t in host.tensors]
-    assert made.heavy_rows == host.heavy_rows and made.fragments.shape == host.fragments.shape
-    assert made.fragments.device.type == "meta"
+    assert made.heavy_rows == host.heavy_rows and made.tile_map == host.tile_map
+    assert made.fragments.device.type == "meta" and made.fragments.shape == host.fragments.shape
+    assert made == host
 
 
 def test_code_and_tensors_stay_on_their_device():
     assert masks.bigbird(64, 32, 0.2).is_plain and (~masks.causal() | masks.dense()).is_plain
     assert not (masks.causal() & masks.document(torch.arange(99) // 7)).is_plain
     assert not (masks.causal() & masks.rule(lambda b, h, q, k: (q * k) % 3 == 0)).is_plain
+
+    @dataclass(frozen=True, eq=False)
+    class OfAUser(masks.MaskSpec):
+        rule = "of a user"
+
+    assert not OfAUser().is_plain
+
+
+def test_slow_rules_are_not_evaluated_on_the_cpu():
+    def on_cpu(spec, size, block=64):
+        return on_host.bound_for_host(spec, size, size, 0, (size // block) ** 2, (block, block))
+
+    assert on_cpu(masks.bigbird(64, 64, 0.1), 4096) is not None
+    assert on_cpu(masks.bigbird(64, 64, 0.1, random_block=16), 4096) is None
+    assert on_cpu(masks.sliding_window(64), 8192) is None
