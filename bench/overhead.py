@@ -43,9 +43,8 @@ def run_step(args: argparse.Namespace, device: torch.device) -> None:
         return
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     repeats = REPEATS[args.worker]
-    for repeat in range(
-        repeats + 1
-    ):  # the first round measures and stores STOF's choices, and fills the caches
+    # the first round measures and stores STOF's choices, and fills the caches
+    for repeat in range(1 + repeats):
         for name, way in WAYS.items():
             if args.worker == "inductor-cold":
                 shutil.rmtree(args.caches / f"{args.command}-{way.attention}", ignore_errors=True)
