@@ -344,7 +344,7 @@ def build_block_mask(
         block: tile edge, or (query edge, key edge), in tokens; multiples of 8.
         q_offset: absolute position of the first query.
         batch, heads: the problem's sizes, for rules that differ by batch or head.
-        device: where to build.
+        device: of the tensors. The CPU evaluates small rules for any device (`masks.on_host`).
     Returns:
         BlockMask with equal planes and equal tiles stored once.
     Raises:

@@ -190,7 +190,7 @@ class MaskSpec:
         Args:
             q_len, k_len: lengths in tokens.
             q_offset: absolute position of the first query.
-            device: where to do the counting that random tiles need; does not change the result.
+            device: where random tiles are counted if there are many; does not change the result.
         Raises:
             StofMaskError: the rule has fixed lengths and these are others.
         """
