@@ -78,6 +78,18 @@ _TILES = (
     (16, 16, 2),
     (16, 16, 4),
 )
+# The same for head dims over 128, whose accumulator takes most of the registers.
+_TILES_WIDE = (
+    (64, 64, 4),
+    (64, 32, 4),
+    (128, 64, 8),
+    (64, 64, 8),
+    (64, 32, 8),
+    (32, 32, 4),
+    (32, 32, 8),
+    (16, 16, 2),
+    (16, 16, 4),
+)
 # Where 64 rows a program leave most of the GPU idle, smaller programs shorten the critical path.
 _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
 FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
@@ -94,6 +106,19 @@ _HOPPER = {64: ((3, 3), (4, 2)), 128: ((2, 2),)}
 _LIMITED, _REGISTERS = (64, 64, 4, 3, 5), 128
 # Tile rows of all heads from which its workers have enough to do to repay their start.
 _HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
+
+
+def product_widths(dim: int, capability: tuple[int, int]) -> tuple[int, int]:
+    """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
+
+    192 as 128 and 64 takes three quarters of what 256 takes. Older GPUs hold operands in registers,
+    of which two products need too many.
+    """
+    width = next_power_of_two(dim)
+    half = width // 2
+    if dim <= 128 or dim > half + half // 2 or capability < (9, 0) or torch.version.hip is not None:
+        return width, 0
+    return half, max(16, next_power_of_two(dim - half))
 
 
 def configs(
@@ -126,13 +151,14 @@ def configs(
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
     """
     itemsize = dtype.itemsize
-    block_d = next_power_of_two(head_dim)
-    block_dv = next_power_of_two(value_dim or head_dim)
+    block_d = sum(product_widths(head_dim, capability))
+    block_dv = sum(product_widths(value_dim or head_dim, capability))
     limit = shared_memory_limit(capability)
     tf32 = int(dtype == torch.float32 and tf32_allowed())
     tallest = 128 if q_len is None else next_power_of_two(q_len)
     few = q_len is not None and planes is not None and planes * -(-q_len // 64) < FEW_PROGRAMS
-    every = _TILES_FP32 if itemsize == 4 else _TILES
+    wide = max(block_d, block_dv) > 128
+    every = _TILES_FP32 if itemsize == 4 else _TILES_WIDE if wide else _TILES
     fitting = [
         (block_q, block_k, warps)
         for block_q, block_k, warps in dict.fromkeys((*every, *_TILES_FEW_ROWS))
@@ -258,6 +284,9 @@ def attention_block_forward(
     per_head = p.batch * p.heads
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, p.v)]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    block_d, tail_d = product_widths(p.head_dim, capability)
+    block_dv, tail_dv = product_widths(p.value_dim, capability)
     with on_device(q):
         launchable(attention_block_kernel, q)[(p.rows * per_head,)](
             p.q, *vec_strides[0],
@@ -277,8 +306,10 @@ def attention_block_forward(
             VALUE_DIM=p.value_dim,
             BLOCK_M=how.block_q,
             BLOCK_N=how.block_k,
-            BLOCK_D=next_power_of_two(p.head_dim),
-            BLOCK_DV=next_power_of_two(p.value_dim),
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            TAIL_D=tail_d,
+            TAIL_DV=tail_dv,
             GROUP=p.group,
             VEC=p.vec,
             PRECISION="tf32" if how.tf32 else "ieee",

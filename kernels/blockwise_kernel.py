@@ -90,15 +90,32 @@ def _part_mask(
 
 
 @triton.jit
+def _columns(
+    at, row_valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Columns FIRST to FIRST + WIDTH of a tile of rows of DIM values, 0 beyond both; ``at`` points
+    to the first of them. EVEN: all rows are valid."""
+    columns = tl.arange(0, WIDTH)
+    if EVEN and FIRST + WIDTH <= DIM:
+        tile = tl.load(at)
+    elif EVEN:
+        tile = tl.load(at, mask=columns[None, :] < DIM - FIRST, other=0.0)
+    else:
+        mask = row_valid[:, None] & (columns[None, :] < DIM - FIRST)
+        tile = tl.load(at, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
 def _attend_tiles(
-    acc, total, maximum, q_tile, begin, middle, end,
+    acc, acc_tail, total, maximum, q_tile, q_tail, begin, middle, end,
     k_head, step_k, v_head, step_v, col_idx, bitmap_id, bitmap,
     lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid, k_len,
     leading, skip, whole_from, whole_to, head_to,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    TAIL_D: tl.constexpr, TAIL_DV: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
@@ -130,15 +147,14 @@ def _attend_tiles(
         n_valid = n_idx < (k_len - first_k)
 
         # -- scores ----
-        k_at = k_head + (col.to(tl.int64) * BLOCK_N) * step_k + k_off
-        if (EVEN_K or not MASKED) and BLOCK_D == HEAD_DIM:
-            k_tile = tl.load(k_at)
-        elif EVEN_K or not MASKED:
-            k_tile = tl.load(k_at, mask=d_idx[None, :] < HEAD_DIM, other=0.0)
-        else:
-            k_mask = n_valid[:, None] & (d_idx[None, :] < HEAD_DIM)
-            k_tile = tl.load(k_at, mask=k_mask, other=0.0)
+        k_tile_at = k_head + (col.to(tl.int64) * BLOCK_N) * step_k
+        k_tile = _columns(k_tile_at + k_off, n_valid, 0, BLOCK_D, HEAD_DIM, EVEN_K or not MASKED)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if TAIL_D > 0:
+            tail_idx = BLOCK_D + tl.arange(0, TAIL_D)
+            tail_at = k_tile_at + (n_idx[:, None] * step_k + tail_idx[None, :])
+            k_tail = _columns(tail_at, n_valid, BLOCK_D, TAIL_D, HEAD_DIM, EVEN_K or not MASKED)
+            s = tl.dot(q_tail, tl.trans(k_tail), s, input_precision=PRECISION)
         s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
         if HAS_BIAS:
             bias_at = bias_ptrs + first_k.to(tl.int64) * stride_bn
@@ -177,16 +193,16 @@ def _attend_tiles(
         acc = acc * alpha[:, None]
 
         # -- values ----
-        v_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v + v_off
-        if (EVEN_K or not MASKED) and BLOCK_DV == VALUE_DIM:
-            v_tile = tl.load(v_at)
-        elif EVEN_K or not MASKED:
-            v_tile = tl.load(v_at, mask=dv_idx[None, :] < VALUE_DIM, other=0.0)
-        else:
-            v_mask = n_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
-            v_tile = tl.load(v_at, mask=v_mask, other=0.0)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    return acc, total, maximum
+        v_tile_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v
+        v_tile = _columns(v_tile_at + v_off, n_valid, 0, BLOCK_DV, VALUE_DIM, EVEN_K or not MASKED)
+        p = p.to(v_tile.dtype)
+        acc = tl.dot(p, v_tile, acc, input_precision=PRECISION)
+        if TAIL_DV > 0:
+            tail_dv_idx = BLOCK_DV + tl.arange(0, TAIL_DV)
+            tail_at = v_tile_at + (n_idx[:, None] * step_v + tail_dv_idx[None, :])
+            v_tail = _columns(tail_at, n_valid, BLOCK_DV, TAIL_DV, VALUE_DIM, EVEN_K or not MASKED)
+            acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_tail, total, maximum
 
 
 @triton.jit
@@ -211,6 +227,7 @@ def attention_block_kernel(
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
+    TAIL_D: tl.constexpr = 0, TAIL_DV: tl.constexpr = 0,
     PDL: tl.constexpr = False, REGISTERS: tl.constexpr = 0,  # REGISTERS: for the assembler
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads."""
@@ -259,10 +276,15 @@ def attention_block_kernel(
     q_head = q + (b64 * stride_qb + h64 * stride_qh + first_q * stride_qm) * VEC
     q_ptrs = q_head + (m_idx[:, None] * (stride_qm * VEC) + d_idx[None, :])
     m_valid = m_idx < (q_len - row * BLOCK_M)
-    if EVEN_Q and BLOCK_D == HEAD_DIM:
+    if EVEN_Q and BLOCK_D <= HEAD_DIM:
         q_tile = tl.load(q_ptrs)
     else:
         q_tile = tl.load(q_ptrs, mask=m_valid[:, None] & (d_idx[None, :] < HEAD_DIM), other=0.0)
+    q_tail = q_tile
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        tail_ptrs = q_head + (m_idx[:, None] * (stride_qm * VEC) + tail[None, :])
+        q_tail = tl.load(tail_ptrs, mask=m_valid[:, None] & (tail[None, :] < HEAD_DIM), other=0.0)
 
     k_head = k + (b64 * stride_kb + kv64 * stride_kh) * VEC
     v_head = v + (b64 * stride_vb + kv64 * stride_vh) * VEC
@@ -279,56 +301,63 @@ def attention_block_kernel(
     maximum = starting_maximum(BLOCK_M, HAS_BIAS)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    acc_tail = total
+    if TAIL_DV > 0:
+        acc_tail = tl.zeros([BLOCK_M, TAIL_DV], dtype=tl.float32)
 
     # Two loops, part tiles then full tiles; or one over both, because on short rows a second loop
     # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with
     # the mask neutralised on full tiles, 5 one loop with the mask under a branch; 6 and 7 the same
     # over tiles that are computed from the band, which saves three dependent loads per program.
     if LOOPS == 1 or LOOPS == 3:
-        acc, total, maximum = _attend_tiles(
-            acc, total, maximum, q_tile, start, middle, middle,
+        acc, acc_tail, total, maximum = _attend_tiles(
+            acc, acc_tail, total, maximum, q_tile, q_tail, start, middle, middle,
             k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
             HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
     if LOOPS == 2 or LOOPS == 3:
-        acc, total, maximum = _attend_tiles(
-            acc, total, maximum, q_tile, middle, middle, stop,
+        acc, acc_tail, total, maximum = _attend_tiles(
+            acc, acc_tail, total, maximum, q_tile, q_tail, middle, middle, stop,
             k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH, BAND,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH, BAND,
             HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
     if LOOPS >= 4:
-        acc, total, maximum = _attend_tiles(
-            acc, total, maximum, q_tile, start, middle, stop,
+        acc, acc_tail, total, maximum = _attend_tiles(
+            acc, acc_tail, total, maximum, q_tile, q_tail, start, middle, stop,
             k_head, stride_kn * VEC, v_head, stride_vn * VEC,
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
             HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
 
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----
     inverse, log_sum = finish_softmax(maximum, total, MULT)
-    acc = acc * inverse[:, None]
     out_row = (b64 * q_len + first_q) * heads + h64
-    out_ptrs = out + out_row * VALUE_DIM
-    out_ptrs = out_ptrs + (m_idx[:, None] * (heads * VALUE_DIM) + dv_idx[None, :])
-    result = acc.to(out.dtype.element_ty)
-    if EVEN_Q and BLOCK_DV == VALUE_DIM:
+    out_head = out + out_row * VALUE_DIM
+    out_ptrs = out_head + (m_idx[:, None] * (heads * VALUE_DIM) + dv_idx[None, :])
+    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
+    if EVEN_Q and BLOCK_DV <= VALUE_DIM:
         tl.store(out_ptrs, result)
     else:
         tl.store(out_ptrs, result, mask=m_valid[:, None] & (dv_idx[None, :] < VALUE_DIM))
+    if TAIL_DV > 0:
+        tail_dv = BLOCK_DV + tl.arange(0, TAIL_DV)
+        tail_out = out_head + (m_idx[:, None] * (heads * VALUE_DIM) + tail_dv[None, :])
+        result = (acc_tail * inverse[:, None]).to(out.dtype.element_ty)
+        tl.store(tail_out, result, mask=m_valid[:, None] & (tail_dv[None, :] < VALUE_DIM))
     if RETURN_LSE:
         lse_row = lse + (b64 * heads + h64) * q_len + first_q
         tl.store(lse_row + m_idx, log_sum, mask=m_valid)

@@ -91,6 +91,7 @@ def _cases():
         "bitmap-prefetch": (RAGGED | longformer, {"loops": 5, "prefetch": 1, "heads_fast": 1}),
         "features": (RAGGED | FEATURES, {}),
         "features-of-odd-heads": (RAGGED | FEATURES | {"head_dim": 72, "value_dim": 40}, {}),
+        "wide-heads": (RAGGED | FEATURES | {"head_dim": 192, "value_dim": 160}, {}),
         "part-only": (RAGGED | {"rule": "sliding"}, {"loops": 1}),
         "full-only": (RAGGED | {"rule": "dense", "q_len": 128, "k_len": 192}, {"loops": 2}),
         "no-part-tiles": (RAGGED | {"rule": "dense", "q_len": 128, "k_len": 192}, {"loops": 4}),

@@ -24,6 +24,12 @@ _CHUNK_CPU = 2**17
 _CHUNK_GPU = 2**26
 """Elements evaluated at once; a few int64 temporaries of this size live at the same time."""
 
+_CHUNK_SERIAL = 2**15
+_SERIAL_UP_TO = 2**19
+"""Elements of a mask up to which a CPU takes chunks that torch leaves to one thread. Where it has
+more threads than free cores (containers, compiling beside it), every operation that is shared out
+waits for all of them: 25 ms a mask with 32 threads on 2 cores, 5 with these chunks."""
+
 _CHUNK_COMPILED = 2**28
 """Elements evaluated at once by a compiled strip, which keeps one byte an element at most."""
 
@@ -58,9 +64,12 @@ class TileEvaluator:
             nor full; words int64 [P, W]: their contents.
         """
         area = self.grid.block_q * self.grid.block_k
-        limit = _CHUNK_CPU if row.device.type == "cpu" else _CHUNK_GPU
+        elements = row.shape[0] * area
+        limit = _CHUNK_GPU
+        if row.device.type == "cpu":
+            limit = _CHUNK_SERIAL if elements <= _SERIAL_UP_TO else _CHUNK_CPU
         evaluate: Evaluate = self.evaluate
-        if row.device.type != "cpu" and row.shape[0] * area >= self.compile_from:
+        if row.device.type != "cpu" and elements >= self.compile_from:
             compiled = self.compiled(_CHUNK_COMPILED // area)
             if compiled is not None:
                 limit, evaluate = _CHUNK_COMPILED, compiled

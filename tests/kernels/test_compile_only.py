@@ -27,6 +27,11 @@ def compile_block(target, head_dim, dtype, config, **changes):
     changes = {"EVEN_Q": True, "EVEN_K": True, "HEAVY_FIRST": bool(config.heavy_first), **changes}
     values = attention_constants(head_dim, config.block_q, config.block_k, **changes)
     values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
+    capability = (9, 4) if target == GFX942 else divmod(target, 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
+        width, tail = attention_blockwise.product_widths(head_dim, capability)
+    values |= {"BLOCK_D": width, "BLOCK_DV": width, "TAIL_D": tail, "TAIL_DV": tail}
     compiled = compile_kernel(
         blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
         config.num_warps, config.num_stages, config.registers,
