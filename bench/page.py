@@ -128,7 +128,10 @@ def render(folder: Path, pictures: str = "img") -> str:
             lines += section.table(group)
             lines += _pictures(section, group, pictures)
     lines += ["", "## Not measured yet", ""]
-    lines += missing or ["Every kind of table has rows."]
+    if folder == RESULTS:
+        lines += _unfinished() or ["Every part of the papers is complete on a GPU."]
+    else:
+        lines += missing or ["Every kind of table has rows."]
     lines += ["", "## Peers that are missing", "", *_missing_peers(folder)]
     lines += ["", "## Peers that failed", "", *_failed_peers(folder)]
     lines += ["", "## Files", "", *_files(folder)]
@@ -167,6 +170,31 @@ def _pictures(section: Section, group: Group, folder: str) -> list[str]:
         if ("ablation" in picture.name) == bool(wanted):
             lines += ["", f"![{picture.about}, {group.device}]({folder}/{picture.name})"]
     return lines
+
+
+def _unfinished() -> list[str]:
+    """Parts of the papers whose cells lack rows on a GPU, be it of one peer, and what adds them."""
+    from driver import pending_units
+    from paper import full_parts, part_arguments
+    from run import parser
+
+    given = parser().parse_args(["paper", "--resume", "--device", "cuda"])
+    given.seed, given.caches = 0, RESULTS  # of no use here
+    lines = []
+    for part in full_parts(given.device):
+        asked = part_arguments(given, part, RESULTS)
+        left = len(pending_units(asked))
+        if left:
+            asked.out = RESULTS / "none.csv"
+            options = [f"--{name} {part.given[name]}" for name in _NAMED if name in part.given]
+            command = " ".join(("python bench/run.py", part.command, *options, "--resume"))
+            shows = part.shows[0].upper() + part.shows[1:]
+            what = f"{shows}: {left} of {len(pending_units(asked))} cells"
+            lines.append(f"* {what} lack rows of a peer or all: `{command}`")
+    return lines
+
+
+_NAMED = ("grid", "model", "cells", "peers")
 
 
 def _missing_peers(folder: Path) -> list[str]:

@@ -78,18 +78,8 @@ _TILES = (
     (16, 16, 2),
     (16, 16, 4),
 )
-# The same for head dims over 128, whose accumulator takes most of the registers.
-_TILES_WIDE = (
-    (64, 64, 4),
-    (64, 32, 4),
-    (128, 64, 8),
-    (64, 64, 8),
-    (64, 32, 8),
-    (32, 32, 4),
-    (32, 32, 8),
-    (16, 16, 2),
-    (16, 16, 4),
-)
+# The same where head dims over 128 leave four warps the registers for the first of them.
+_TILES_WIDE = ((64, 64, 4), (64, 32, 4), (128, 64, 8))
 # Where 64 rows a program leave most of the GPU idle, smaller programs shorten the critical path.
 _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
 FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
@@ -157,8 +147,7 @@ def configs(
     tf32 = int(dtype == torch.float32 and tf32_allowed())
     tallest = 128 if q_len is None else next_power_of_two(q_len)
     few = q_len is not None and planes is not None and planes * -(-q_len // 64) < FEW_PROGRAMS
-    wide = max(block_d, block_dv) > 128
-    every = _TILES_FP32 if itemsize == 4 else _TILES_WIDE if wide else _TILES
+    every: tuple[tuple[int, int, int], ...] = _TILES_FP32 if itemsize == 4 else _TILES
     fitting = [
         (block_q, block_k, warps)
         for block_q, block_k, warps in dict.fromkeys((*every, *_TILES_FEW_ROWS))
@@ -167,6 +156,8 @@ def configs(
     ]
     problem = ("block", head_dim, itemsize, capability)
     fitting = without_spills(fitting, *problem) or fitting
+    if max(block_d, block_dv) > 128 and itemsize < 4 and _TILES_WIDE[0] in fitting:
+        every = tuple(dict.fromkeys((*_TILES_WIDE, *_TILES)))
     wanted = _TILES_FEW_ROWS if few and itemsize < 4 else every
     tiles = [tile for tile in wanted if tile in fitting and tile[0] <= tallest]
     if not tiles:  # too tall or too many keys is slow, but right
