@@ -172,10 +172,11 @@ class DeviceBench:
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         """Have candidates compiled by the pool; each is waited for when it is measured."""
+        ready = {LIBRARY, *(t.name for t in self.templates if not t.compiles)}
         wanted = [
             c
             for c in candidates
-            if c.template != LIBRARY
+            if c.template not in ready
             and (recipe.key, c) not in self._compiling
             and self.known(recipe, c) is None
         ]
