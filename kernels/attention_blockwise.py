@@ -275,7 +275,9 @@ def attention_block_forward(
     per_head = p.batch * p.heads
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, p.v)]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    capability = (9, 0)
+    if q.is_cuda and max(p.head_dim, p.value_dim) > 128:  # else it makes no difference
+        capability = torch.cuda.get_device_capability(q.device)
     block_d, tail_d = product_widths(p.head_dim, capability)
     block_dv, tail_dv = product_widths(p.value_dim, capability)
     with on_device(q):

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from compiling import attention_constants, compile_source, needs, signature_of
+from compiling import attention_constants, compile_source, needs, signature_of, with_defaults
 from inductor_code import as_inductor_writes
 from linear_compiling import record
 from stof_compile.kernels import attention_blockwise, blockwise_kernel, overlap
@@ -206,6 +206,7 @@ def test_the_block_kernel_in_inductors_code(limit):
     kernel = blockwise_kernel.attention_block_kernel
     constants = attention_constants(64, 64, 64, EVEN_Q=True, EVEN_K=True, HEAVY_FIRST=True)
     constants |= {"LOOPS": 5, "PREFETCH": False, "PDL": True, "REGISTERS": limit}
+    constants = with_defaults(kernel, constants)
     signature, aligned = signature_of(kernel, "fp16", constants)
     meta = {
         "signature": signature,
