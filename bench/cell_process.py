@@ -22,13 +22,15 @@ import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+TALKS = "STOF_BENCH_TALKS"  # the number of the open file of a connection
 # a fork takes these on, although torch is imported already
-LATE = (CORES, COMPILE_THREADS, "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+LATE = (CORES, COMPILE_THREADS, TALKS, "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
 NOT_STARTED = 3  # CUDA_ERROR_NOT_INITIALIZED
 # multiprocessing collects finished processes whenever one starts: not in two threads at a time
 _COLLECTING = threading.Lock()
@@ -50,16 +52,23 @@ def start_server() -> None:
             os.environ["PYTHONPATH"] = path
 
 
-def start(command: list[str], environment: Mapping[str, str], *, leads: bool = True) -> BaseProcess:
+def start(
+    command: list[str],
+    environment: Mapping[str, str],
+    *,
+    leads: bool = True,
+    talks: Connection | None = None,
+) -> BaseProcess:
     """Start ``[python, script, argument, ...]``.
 
     Args:
         leads: it leads a process group; else it belongs to that of its server.
+        talks: an end of a pipe, which :func:`given_connection` gives it.
     Raises:
         OSError, EOFError: the server is gone; the next start begins another.
     """
     process = multiprocessing.get_context("forkserver").Process(
-        target=_begin, args=(command, dict(environment), leads)
+        target=_begin, args=(command, dict(environment), leads, talks)
     )
     with _COLLECTING:
         process.start()
@@ -139,10 +148,23 @@ def cuda_started() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_STARTED)
 
 
-def _begin(command: list[str], environment: dict[str, str], leads: bool) -> None:
+def given_connection() -> Connection | None:
+    """The end of a pipe that this process was started with."""
+    number = os.environ.pop(TALKS, None)
+    return None if number is None else Connection(int(number))
+
+
+def _begin(
+    command: list[str], environment: dict[str, str], leads: bool, talks: Connection | None
+) -> None:
     """Be the process that a command line would start."""
     if leads:
         os.setpgid(0, 0)
+    if talks is not None:
+        number = os.dup(talks.fileno())
+        talks.close()
+        os.set_inheritable(number, True)
+        environment[TALKS] = str(number)
     reason = unfit(environment)
     if reason:
         print(f"  as an ordinary process: {reason}", file=sys.stderr, flush=True)

@@ -8,32 +8,30 @@ timing, launches included), ``back_to_back_us`` a call in a row of calls. Compil
 apart in ``compile_s``. ``floor_us`` is what the products, the attention and the weights of the
 model need at the ceilings of the device.
 
-On a CPU, which other programs disturb for seconds at a time, all ways of a cell are compiled first
-and then called in turns; ``detail`` of STOF's rows says how the calls differ from those of plain
-torch.compile (Welch's test and a paired test of rounds, ``significance.py``).
+On a CPU all ways of a cell are compiled first and then called in turns (turns.py); ``detail`` of
+STOF's rows says how its calls differ from those of plain torch.compile by Welch's test and a paired
+test of rounds (significance.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import significance
+import cell_process
 import timing
 import torch
+import turns
 from attention import Paths, describe_site
 from machine import conditions, version_of
 from models import model_names, model_work
 from results import append_row, log_event, read_rows, say
 from roofline import load_ceilings
 from torch import Tensor
-from ways import Subject, Way, chosen_ways, compile_model, make_subject
+from ways import Subject, Way, asked, chosen_ways, compile_model, make_subject
 
 FIELDS = (
     "cell", "model", "batch", "seq", "mask", "window", "global_tokens", "dtype", "density", "peer",
@@ -45,8 +43,6 @@ SHAPES = {"cuda": ("1x128", "8x512", "16x2048"), "cpu": ("1x128", "1x512", "1x10
 SMOKE_SHAPES = ("1x128", "2x192")
 # rms error of a whole model against fp64 that rounding explains
 MODEL_RMS = {torch.float16: 1e-2, torch.bfloat16: 8e-2, torch.float32: 1e-4}
-PLAIN = "compile-default"
-TURNS_S = 15.0  # of calls in turns, for each way
 
 
 def wanted_shapes(args: argparse.Namespace) -> list[str]:
@@ -75,112 +71,121 @@ def e2e_units(args: argparse.Namespace) -> list[tuple[str, int]]:
 @torch.no_grad()
 def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
     """Compile and measure every way that has no row yet (warming: only compile)."""
-    model, shape = args.worker.split("/")
+    model, shape, *one = args.worker.split("/")
     warming = args.warm_worker is not None
     store = args.caches / (f"warm-store-e2e-{model}-{shape}" if warming else "stof-store")
-    subject = make_subject(model, shape, device, store, args.seed, answer=not warming)
-    facts = {} if warming else _facts(subject, device, args.out)
+    if one:
+        (way,) = chosen_ways(device, model, shape, one[0])
+        connection = cell_process.given_connection()
+        assert connection is not None, f"{args.worker} is started by its cell"
+        turns.serve(args, way, connection)
+        return
     done = {
         row["peer"] for row in read_rows(args.out) if (row["model"], row["cell"]) == (model, shape)
     }
-    in_turns = device.type == "cpu" and not warming
-    if in_turns:
-        torch._dynamo.config.recompile_limit = 64  # all ways compile the same code objects
-    compiled: list[Compiled] = []
-    for way in chosen_ways(device, model, shape, args.peers):
-        if way.name in done:
-            continue
-        if way.attention == "stof":
-            options = {"tune_budget_s": args.tune_budget, **way.options}
-            if args.dump_dir is not None:
-                options["dump_dir"] = str(args.dump_dir / f"{model}-{shape}-{way.name}")
-            way = replace(way, options=options)
-        caches = timing.own_caches(
-            args.caches, f"e2e-{way.name}", subject.setup.store, reset=not in_turns
-        )
-        with caches, _one_way(args.out, args.worker, way.name, model):
-            ready = _compiled(way, subject, device)
-            if subject.expected is None or not _is_right(ready, subject, args.out, device):
+    ways = [w for w in chosen_ways(device, model, shape, args.peers) if w.name not in done]
+    subject = make_subject(model, shape, device, store, args.seed, answer=not warming)
+    facts = {} if warming else _facts(subject, device, args.out)
+    if device.type == "cpu" and not warming:
+        _call_in_turns(args, ways, subject, facts)
+        return
+    for way in ways:
+        where = (args.out, args.worker, way.name, model)
+        with timing.own_caches(args.caches, f"e2e-{way.name}", subject.setup.store):
+            try:
+                row = _run_way(asked(way, args), subject, where, device)
+            except (
+                Exception
+            ) as failure:  # one way's failure is a line of the log; the others still run
+                text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
+                log_event(*where, "error", text)
                 continue
-            if in_turns:
-                compiled.append(ready)
-            else:
-                _append(args, facts, _measure(ready, subject, device))
-    for row in _in_turns(compiled, subject, device):
-        _append(args, facts, row)
+        if row is not None:
+            _append(args, {**facts, **row})
 
 
-@dataclass
-class Compiled:
-    """A way after its first call.
-
-    Args:
-        model: what torch.compile returned. compile_s: seconds of that call. errors: largest and
-            rms difference from the fp64 model, over the largest and rms value of it.
-    """
-
-    way: Way
-    call: Callable[..., Tensor]
-    model: Any
-    compile_s: float
-    errors: tuple[float, float] = (math.nan, math.nan)
-
-    def columns(self) -> dict[str, Any]:
-        """What its row says beside times."""
-        largest, rms = self.errors
-        detail = stof_detail(self.model) if self.way.attention == "stof" else ""
-        return {
-            "peer": self.way.name, "compile_s": self.compile_s, "max_rel": largest, "rms_rel": rms,
-            "detail": detail,
-        }  # fmt: skip
-
-
-@contextmanager
-def _one_way(*where: Any) -> Iterator[None]:
-    """One way's failure is a line of the log; the others still run."""
-    try:
-        yield
-    except Exception as failure:
-        text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
-        log_event(*where, "error", text)
-
-
-def _compiled(way: Way, subject: Subject, device: torch.device) -> Compiled:
-    call, model = compile_model(way, subject)
-    return Compiled(way, call, model, timing.first_call(call, subject.sets[0], device))
-
-
-def _is_right(ready: Compiled, subject: Subject, out: Path, device: torch.device) -> bool:
-    """Note the errors of a way; a line of the log where they are not those of rounding."""
-    expected, dtype = subject.expected, subject.setup.cell.torch_dtype
-    assert expected is not None, "only warming has no answer, and it times nothing"
-    timing.poison(expected.shape, dtype, device)
-    error = ready.call(*subject.sets[0]).double() - expected
-    rms = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
-    ready.errors = (float(error.abs().max() / expected.abs().max()), rms)
-    if rms <= MODEL_RMS[dtype]:
-        return True
-    text = f"rms {rms:.3g} max {ready.errors[0]:.3g} against the fp64 model"
-    name = f"{subject.model}/{subject.shape}"
-    log_event(out, name, ready.way.name, subject.model, "incorrect", text)
-    return False
-
-
-def _append(args: argparse.Namespace, facts: dict[str, Any], row: dict[str, Any]) -> None:
-    append_row(args.out, FIELDS, {**facts, **row})
+def _append(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    append_row(args.out, FIELDS, row)
     say(
         f"  {args.worker:18s} {row['peer']:20s} {row['graph_us'] or row['median_us']:10.1f} us, "
         f"launched {row['median_us']:10.1f} us  (compile {row['compile_s']:.1f} s)"
     )
 
 
-def _measure(ready: Compiled, subject: Subject, device: torch.device) -> dict[str, Any]:
-    """The row of one way by itself."""
-    call, sets = ready.call, subject.sets
+def _call_in_turns(
+    args: argparse.Namespace, ways: Sequence[Way], subject: Subject, facts: dict[str, Any]
+) -> None:
+    """The rows of a cell on a CPU."""
+    begun = [turn for way in ways if (turn := turns.begin(args, way)) is not None]
+    errors = {turn.way.name: _errors(turn.output, subject) for turn in begun}
+    right, wrong = [], []
+    for turn in begun:
+        where = (args.out, args.worker, turn.way.name, subject.model)
+        (right if _is_right(errors[turn.way.name], subject, where) else wrong).append(turn)
+    for turn in wrong:
+        turn.close()
+    for turn, times in zip(right, turns.timed(right), strict=True):
+        largest, rms = errors[turn.way.name]
+        row = {
+            "peer": turn.way.name, "graph_us": "", "compile_s": turn.compile_s, "max_rel": largest,
+            "rms_rel": rms, **times,
+        }  # fmt: skip
+        _append(args, {**facts, **row})
+
+
+def _errors(output: Tensor, subject: Subject) -> tuple[float, float]:
+    """The largest and the rms difference from the fp64 model, over its largest and rms value."""
+    expected = subject.expected
+    assert expected is not None, "only warming has no answer, and it times nothing"
+    error = output.double() - expected
+    rms = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
+    return float(error.abs().max() / expected.abs().max()), rms
+
+
+def _is_right(
+    errors: tuple[float, float], subject: Subject, where: tuple[Path, str, str, str]
+) -> bool:
+    """Whether rounding explains errors; else a line of the log."""
+    largest, rms = errors
+    if rms <= MODEL_RMS[subject.setup.cell.torch_dtype]:
+        return True
+    log_event(*where, "incorrect", f"rms {rms:.3g} max {largest:.3g} against the fp64 model")
+    return False
+
+
+def _run_way(
+    way: Way, subject: Subject, where: tuple[Path, str, str, str], device: torch.device
+) -> dict[str, Any] | None:
+    """A row of a way, or None when there is nothing to time or the output is wrong."""
+    call, compiled = compile_model(way, subject)
+    compile_s = timing.first_call(call, subject.sets[0], device)
+    if subject.expected is None:
+        return None
+    row = _measure(call, subject, way, where, device)
+    if row is None:
+        return None
+    detail = stof_detail(compiled) if way.attention == "stof" else ""
+    return {**row, "peer": way.name, "compile_s": compile_s, "detail": detail}
+
+
+def _measure(
+    call: Callable[..., Tensor],
+    subject: Subject,
+    way: Way,
+    where: tuple[Path, str, str, str],
+    device: torch.device,
+) -> dict[str, Any] | None:
+    """Timings and errors, or None when the output is wrong."""
+    sets, expected = subject.sets, subject.expected
+    assert expected is not None, "only warming has no answer, and it times nothing"
+    timing.poison(expected.shape, subject.setup.cell.torch_dtype, device)
+    errors = _errors(call(*sets[0]), subject)
+    if not _is_right(errors, subject, where):
+        return None
     peak = timing.peak_bytes(call, sets[0], device)
     plain = timing.launch_time(call, sets, device, budget_s=1.0)
     graph = None
-    if not ready.way.has_graphs and device.type == "cuda":
+    if not way.has_graphs and device.type == "cuda":
         graph = timing.replay_time(call, sets, device, budget_s=0.5)
     return {
         "graph_us": graph.median_us if graph else "",
@@ -191,41 +196,9 @@ def _measure(ready: Compiled, subject: Subject, device: torch.device) -> dict[st
         "runs": plain.runs,
         "back_to_back_us": timing.back_to_back_us(call, sets, device),
         "peak_bytes": peak,
-        **ready.columns(),
+        "max_rel": errors[0],
+        "rms_rel": errors[1],
     }
-
-
-def _in_turns(
-    compiled: Sequence[Compiled], subject: Subject, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """The rows of ways that are called in turns, on a CPU."""
-    rounds = timing.rounds_of([c.call for c in compiled], subject.sets, TURNS_S * len(compiled))
-    taken = {c.way.name: found for c, found in zip(compiled, rounds, strict=True)}
-    for ready in compiled:
-        found = timing.summary_of([us for one in taken[ready.way.name] for us in one])
-        columns = ready.columns()
-        if ready.way.attention == "stof" and PLAIN in taken:
-            columns["detail"] += f" | {_against_plain(taken[PLAIN], taken[ready.way.name])}"
-        yield {
-            "graph_us": "",
-            "graph_method": "",
-            "median_us": found.median_us,
-            "p20_us": found.p20_us,
-            "p80_us": found.p80_us,
-            "runs": found.runs,
-            "back_to_back_us": "",
-            "peak_bytes": "",
-            **columns,
-        }
-
-
-def _against_plain(plain: list[list[float]], ours: list[list[float]]) -> str:
-    """How STOF's calls differ from plain torch.compile's, made in turns with them."""
-    found = significance.difference(plain, ours, significance.scipy_stats())
-    return (
-        f"{found.speedup:.3f}x {PLAIN}: {significance.verdict(found, found.p)} (Welch p "
-        f"{found.p:.2g}, paired p {found.round_p:.2g}, {len(ours)} rounds)"
-    )
 
 
 SEARCH_NOTES = ("fusion measured", "whole graph", "launched one by one")

@@ -24,16 +24,12 @@ MAX_SETS = 96
 
 
 @contextmanager
-def own_caches(
-    root: Path, peer: str, store: Path | None = None, *, reset: bool = True
-) -> Iterator[None]:
+def own_caches(root: Path, peer: str, store: Path | None = None) -> Iterator[None]:
     """Give a peer its own Inductor and Triton cache, so that none runs on another's artefacts.
 
     Args:
         root: folder of all caches; peer: a name in it.
         store: where STOF keeps measured choices, in place of the user's cache folder.
-        reset: forget what was compiled, before and after; without it compiled peers can be called
-            in turns later.
     """
     names = {
         "TORCHINDUCTOR_CACHE_DIR": str(root / peer / "inductor"),
@@ -42,13 +38,11 @@ def own_caches(
     }
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
-    if reset:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
     try:
         yield
     finally:
-        if reset:
-            torch._dynamo.reset()
+        torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -147,43 +141,9 @@ def launch_time(
             start = time.perf_counter_ns()
             fn(*args)
             times_us.append((time.perf_counter_ns() - start) / 1e3)
-    return summary_of(times_us)
-
-
-def summary_of(times_us: Sequence[float]) -> Timing:
-    """Median and percentiles of single calls, microseconds."""
     ordered = sorted(times_us)
     at = [ordered[min(len(ordered) - 1, int(p * len(ordered)))] for p in (0.5, 0.2, 0.8)]
     return Timing(at[0], at[1], at[2], len(ordered), "launch")
-
-
-def rounds_of(
-    calls: Sequence[Callable[..., Any]],
-    sets: Sequence[tuple[Any, ...]],
-    budget_s: float,
-    most: int = 30,
-) -> list[list[list[float]]]:
-    """Microseconds of single calls on a CPU, in rounds: all forwards, then all backwards.
-
-    Five rounds at least, ``most`` at most; between them the budget decides.
-
-    Returns:
-        For each call its rounds, two samples in each.
-    """
-    taken: list[list[list[float]]] = [[] for _ in calls]
-    for call in calls:
-        call(*sets[0])
-    end = time.monotonic() + budget_s
-    for turn in range(most if calls else 0):
-        if turn >= 5 and time.monotonic() > end:
-            break
-        for times in taken:
-            times.append([])
-        for index in (*range(len(calls)), *reversed(range(len(calls)))):
-            start = time.perf_counter_ns()
-            calls[index](*sets[turn % len(sets)])
-            taken[index][-1].append((time.perf_counter_ns() - start) / 1e3)
-    return taken
 
 
 def back_to_back_us(

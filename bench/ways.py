@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,17 @@ def chosen_ways(device: torch.device, model: str, shape: str, peers: str | None)
             f"no way {', '.join(sorted(words - known))}; ways: {', '.join(sorted(known))}"
         )
     return [w for w in every if w.name in words or (w.attention in words and not w.named)]
+
+
+def asked(way: Way, args: argparse.Namespace) -> Way:
+    """A way with the options that the command line has for STOF; ``args.worker`` names the cell."""
+    if way.attention != "stof":
+        return way
+    options = {"tune_budget_s": args.tune_budget, **way.options}
+    if args.dump_dir is not None:
+        model, shape = args.worker.split("/")[:2]
+        options["dump_dir"] = str(args.dump_dir / f"{model}-{shape}-{way.name}")
+    return replace(way, options=options)
 
 
 def model_cell(model: str, shape: str, device: torch.device) -> Cell:

@@ -1,12 +1,13 @@
 """Runs commands of bench/run.py in one process, compiled by nobody: ``python THIS '[[...], ...]'``.
 
 STOF's graphs run as they are and its peers eagerly, times are taken from few calls, and what would
-be a new process of ``tuning`` runs here.
+be a new process of ``tuning`` or ``e2e`` runs here.
 """
 
 import gc
 import json
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ import roofline
 import run
 import timing
 import tuning
+import turns
 
 compile_for_real = torch.compile
 
@@ -33,6 +35,12 @@ def in_this_process(args, step, caches):
     given += ["--tune-budget", str(args.tune_budget), "--caches", str(caches), "--worker", step]
     run.main(given)
     return json.loads((caches / firstcall.ANSWER).read_text())
+
+
+def in_a_thread(args, way, there):
+    thread = threading.Thread(target=turns.serve, args=(args, way, there))
+    thread.start()
+    return thread.join
 
 
 def few_calls(call, sets, device, budget_s):
@@ -52,6 +60,8 @@ if __name__ == "__main__":
         mock.patch("torch.compile", compile_only_stof),
         mock.patch("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward),
         mock.patch.object(tuning, "in_new_process", in_this_process),
+        mock.patch.object(turns, "start", in_a_thread),
+        mock.patch.object(turns, "ROUNDS", (2, 2)),
         mock.patch.object(timing, "launch_time", few_calls),
         mock.patch.object(timing, "back_to_back_us", one_row),
         mock.patch.object(

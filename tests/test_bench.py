@@ -88,6 +88,9 @@ def test_whole_models_under_every_form_of_mask(ran):
             "1x100",
             "101" if row["model"] == "vit-tiny" else "100",
         )
+        if {"compile-default", "stof-default"} <= set(RUN[row["model"]]):
+            tested = "x compile-default: " in row["detail"] and ", 2 rounds)" in row["detail"]
+            assert tested == row["peer"].startswith("stof")
     assert "e2e on cpu: 0 cells to run" in stderr
     assert "STOF against the best peer, launches included: geometric mean" in stdout
     assert "t5-tiny 1x100" in stdout
@@ -117,6 +120,22 @@ def test_accuracy_beside_that_of_torch_compile(ran):
         assert row["ok"] == "1" and float(row["max_ratio"]) <= 2.0
     assert "accuracy on cpu: 0 cells to run" in stderr
     assert "2 of 2 within 2x of torch.compile's own distance from fp64" in stdout
+
+
+def test_calls_in_turns(bench_path, monkeypatch):
+    import turns
+
+    made = []
+    monkeypatch.setattr(turns.time, "monotonic", lambda: float(len(made)))
+    takers = [lambda turn, name=name: made.append(f"{name}{turn}") or len(made) for name in "abc"]
+    taken = turns.in_rounds(takers, budget_s=0.0)
+    first = ["a0", "b0", "c0"]  # not counted
+    both = ["a0", "b0", "c0", "c0", "b0", "a0", "a1", "b1", "c1", "c1", "b1", "a1"]
+    assert made[:15] == first + both and len(made) == 3 + 5 * 6  # five rounds, whatever the time
+    assert taken[0][:2] == [[4.0, 9.0], [10.0, 15.0]] and taken[2][0] == [6.0, 7.0]
+    monkeypatch.setattr(turns, "ROUNDS", (2, 7))
+    assert len(turns.in_rounds(takers, budget_s=1e9)[0]) == 7
+    assert turns.in_rounds([], budget_s=1.0) == []
 
 
 def test_unknown_names_are_refused(ran):

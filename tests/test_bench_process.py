@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,6 +24,11 @@ if mode == "fails":
     sys.exit(3)
 if mode == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if mode == "talks":
+    import cell_process
+    here = cell_process.given_connection()
+    here.send([here.recv(), cell_process.given_connection(), "STOF_NEW" in os.environ])
+    sys.exit(0)
 if mode.startswith("hangs"):
     child = subprocess.Popen(["sleep", "60"])
     with open(os.path.join(HERE, mode), "w") as file:
@@ -95,6 +101,14 @@ def act(folder):
         process = cell_process.start(command(args, unit), environment)
         seen[f"code {unit}"] = cell_process.finish(process, 60.0)
     seen["core"] = core
+
+    for environment in (dict(os.environ), others):
+        here, there = multiprocessing.Pipe()
+        environment["PYTHONPATH"] = str(BENCH)
+        process = cell_process.start(command(args, "talks"), environment, talks=there)
+        there.close()
+        here.send("asked")
+        seen.setdefault("said", []).append([here.recv(), cell_process.finish(process, 60.0)])
 
     for gpus in (1, 2):
         args.gpus = gpus
@@ -185,6 +199,11 @@ def test_what_torch_read_at_import_makes_an_ordinary_process(seen):
     assert acted["code others"] == 0 and not others["forked"] and others["group"]
     assert (others["OMP_NUM_THREADS"], others["STOF_NEW"]) == ("3", "1")
     assert "as an ordinary process: OMP_NUM_THREADS, STOF_NEW changed since" in stderr
+
+
+def test_a_cell_may_talk_to_who_started_it(seen):
+    _, acted, _ = seen  # a fork, and an ordinary process
+    assert acted["said"] == [[["asked", None, False], 0], [["asked", None, True], 0]]
 
 
 def test_a_cell_that_fails_or_takes_too_long_is_logged(seen):
