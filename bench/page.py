@@ -183,18 +183,17 @@ def _unfinished() -> list[str]:
     lines = []
     for part in full_parts(given.device):
         asked = part_arguments(given, part, RESULTS)
-        left = len(pending_units(asked))
+        left, name = len(pending_units(asked)), asked.out.name
         if left:
             asked.out = RESULTS / "none.csv"
-            options = [f"--{name} {part.given[name]}" for name in _NAMED if name in part.given]
-            command = " ".join(("python bench/run.py", part.command, *options, "--resume"))
             shows = part.shows[0].upper() + part.shows[1:]
-            what = f"{shows}: {left} of {len(pending_units(asked))} cells"
-            lines.append(f"* {what} lack rows of a peer or all: `{command}`")
-    return lines
-
-
-_NAMED = ("grid", "model", "cells", "peers")
+            every = len(pending_units(asked))
+            lines.append(
+                f"* {shows} (`{name}`): {left} of {every} cells lack rows of a peer or all"
+            )
+    if not lines:
+        return []
+    return ["On a GPU; `python bench/run.py paper --resume` adds them, cell by cell.", "", *lines]
 
 
 def _missing_peers(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .backward_key_kernel import attention_backward_key_kernel
 from .backward_query_kernel import attention_backward_query_kernel
+from .limits import multiplies_by_groups
 from .problem import (
     DTYPES,
     MAX_HEAD_DIM,
@@ -56,8 +57,7 @@ def pieces(
     """
     width = next_power_of_two(max(head_dim, value_dim))
     hip = torch.version.hip is not None
-    # products of warp groups read operands from shared memory, others hold them in registers
-    by_groups = not hip and capability[0] in (9, 10)
+    by_groups = multiplies_by_groups(capability)
     if dtype.itemsize == 4:
         small = Piece(16, 16, 8, 2)
         if width > 64:

@@ -15,6 +15,7 @@ from .attention_hopper import hopper_refusal
 from .blockwise_kernel import attention_block_kernel
 from .limits import (
     fits_registers,
+    multiplies_by_groups,
     shared_memory_bytes,
     shared_memory_limit,
     tf32_allowed,
@@ -101,12 +102,12 @@ _HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
 def product_widths(dim: int, capability: tuple[int, int]) -> tuple[int, int]:
     """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
 
-    192 as 128 and 64 takes three quarters of what 256 takes. Older GPUs hold operands in registers,
-    of which two products need too many.
+    192 as 128 and 64 takes three quarters of what 256 takes. GPUs that hold operands in registers
+    have too few of them for two products.
     """
     width = next_power_of_two(dim)
     half = width // 2
-    if dim <= 128 or dim > half + half // 2 or capability < (9, 0) or torch.version.hip is not None:
+    if dim <= 128 or dim > half + half // 2 or not multiplies_by_groups(capability):
         return width, 0
     return half, max(16, next_power_of_two(dim - half))
 

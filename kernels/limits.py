@@ -20,8 +20,8 @@ _SHARED_BYTES = {
 }
 _SHARED_BYTES_HIP = 65536
 
-# 32-bit values that a thread may hold beside the mask; beyond it registers spill. Hopper and newer
-# read the query tile from shared memory, which takes tiles of 64 rows and warps in fours; other
+# 32-bit values that a thread may hold beside the mask; beyond it registers spill. Hopper and data
+# centre Blackwell read the query tile from shared memory (tiles of 64 rows, warps in fours); other
 # products hold it in registers, beside the addresses of the tile they load. Products of fp32
 # operands run on the ordinary units and hold theirs in registers too.
 _VALUES_PER_THREAD = 140
@@ -106,6 +106,14 @@ def shared_memory_bytes(
     return operands + stages * (block_q * block_k // 8 + 16)
 
 
+def multiplies_by_groups(capability: tuple[int, int]) -> bool:
+    """Whether a device multiplies tiles of 64 rows by groups of four warps, out of shared memory.
+
+    Others, those of capability 12 among them, hold both operands in registers.
+    """
+    return torch.version.hip is None and capability[0] in (9, 10)
+
+
 def fits_registers(
     block_q: int,
     block_k: int,
@@ -117,9 +125,7 @@ def fits_registers(
 ) -> bool:
     """Whether what a program keeps between its loads stays in registers."""
     values = block_q * block_dv + 1.5 * block_q * block_k
-    group_products = (
-        torch.version.hip is None and capability[0] >= 9 and block_q >= 64 and num_warps % 4 == 0
-    )
+    group_products = multiplies_by_groups(capability) and block_q >= 64 and num_warps % 4 == 0
     if itemsize == 4:
         limit = _VALUES_PER_THREAD_FP32
     elif group_products:

@@ -58,12 +58,10 @@ class Template(ABC):
     Attributes:
         name: unique, stable: stored trials and plans hold it.
         device_kinds: kinds of devices (``DeviceFacts.kind``) it has a kernel for.
-        compiles: whether its kernel has to be compiled, which other processes do ahead.
     """
 
     name: ClassVar[str]
     device_kinds: ClassVar[tuple[str, ...]] = ("cuda",)
-    compiles: ClassVar[bool] = True
 
     @abstractmethod
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:

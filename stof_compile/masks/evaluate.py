@@ -24,11 +24,12 @@ _CHUNK_CPU = 2**17
 _CHUNK_GPU = 2**26
 """Elements evaluated at once; a few int64 temporaries of this size live at the same time."""
 
-_CHUNK_SERIAL = 2**15
+_CHUNK_SERIAL = 2**15 - 1
 _SERIAL_UP_TO = 2**19
-"""Elements of a mask up to which a CPU takes chunks that torch leaves to one thread. Where it has
-more threads than free cores (containers, compiling beside it), every operation that is shared out
-waits for all of them: 25 ms a mask with 32 threads on 2 cores, 5 with these chunks."""
+"""Elements of a mask up to which a CPU takes chunks that torch leaves to one thread: fewer than
+2**15, which it shares out in sums. Where it has more threads than free cores (containers, compiling
+beside it), every operation that is shared out waits for all of them: 25 ms a mask with 32 threads
+on 2 cores, 5 with chunks of 2**15. A tile that is larger is a chunk of its own, and shared out."""
 
 _CHUNK_COMPILED = 2**28
 """Elements evaluated at once by a compiled strip, which keeps one byte an element at most."""

@@ -17,7 +17,6 @@ from stof_compile.report.graph import Graph, Op
 TEMPLATE_OPS = {
     "triton_linear": "fused_linear",
     "hopper_linear": "hopper_linear",
-    "cublas_linear": "cublas_linear",
     "triton_gated_linear": "fused_gated_linear",
     "triton_rope_linear": "fused_rope_linear",
     "triton_linear_chain": "fused_linear_chain",

@@ -172,11 +172,10 @@ class DeviceBench:
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         """Have candidates compiled by the pool; each is waited for when it is measured."""
-        ready = {LIBRARY, *(t.name for t in self.templates if not t.compiles)}
         wanted = [
             c
             for c in candidates
-            if c.template not in ready
+            if c.template != LIBRARY
             and (recipe.key, c) not in self._compiling
             and self.known(recipe, c) is None
         ]

@@ -79,15 +79,15 @@ def test_work_and_traffic():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 96, 128, 256])
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 96, 128, 152, 192, 256])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_configs_fit_the_device(head_dim, dtype, capability):
     pytest.importorskip("triton")
     from stof_compile.kernels import attention_blockwise, attention_rowwise
 
     offered = attention_blockwise.configs(head_dim, dtype, capability)
     assert offered and len(set(offered)) == len(offered)
-    width = 1 << (head_dim - 1).bit_length()
+    width = sum(attention_blockwise.product_widths(head_dim, capability))
     for config in offered:
         used = limits.shared_memory_bytes(
             config.block_q, config.block_k, width, width, config.num_stages, dtype.itemsize
@@ -102,6 +102,22 @@ def test_configs_fit_the_device(head_dim, dtype, capability):
     decode = attention_blockwise.configs(head_dim, dtype, capability, q_len=1)
     assert {c.block_q for c in decode} == {16}
     assert attention_rowwise.configs(head_dim, dtype, capability)
+
+
+@pytest.mark.parametrize(
+    ("dim", "widths"),
+    [(64, (64, 0)), (128, (128, 0)), (129, (128, 16)), (152, (128, 32)), (192, (128, 64)),
+     (193, (256, 0)), (256, (256, 0)), (300, (256, 64)), (500, (512, 0))],
+)  # fmt: skip
+def test_widths_of_products(dim, widths, monkeypatch):
+    pytest.importorskip("triton")
+    from stof_compile.kernels.attention_blockwise import product_widths
+
+    whole = sum(widths) if not widths[1] else 2 * widths[0]
+    assert product_widths(dim, (9, 0)) == product_widths(dim, (10, 0)) == widths
+    assert product_widths(dim, (8, 9)) == product_widths(dim, (12, 0)) == (whole, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert product_widths(dim, (9, 4)) == (whole, 0)
 
 
 @pytest.mark.parametrize("kernel", ["block", "row"])

@@ -23,7 +23,7 @@ FAR = 1 << 30
 SLIDING = [-32, 32, 0, 0, FAR]
 
 
-def compile_block(target, head_dim, dtype, config, **changes):
+def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
     changes = {"EVEN_Q": True, "EVEN_K": True, "HEAVY_FIRST": bool(config.heavy_first), **changes}
     values = attention_constants(head_dim, config.block_q, config.block_k, **changes)
     values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
@@ -31,7 +31,11 @@ def compile_block(target, head_dim, dtype, config, **changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
         width, tail = attention_blockwise.product_widths(head_dim, capability)
-    values |= {"BLOCK_D": width, "BLOCK_DV": width, "TAIL_D": tail, "TAIL_DV": tail}
+        value_width, value_tail = attention_blockwise.product_widths(
+            value_dim or head_dim, capability
+        )
+    values |= {"BLOCK_D": width, "TAIL_D": tail, "VALUE_DIM": value_dim or head_dim}
+    values |= {"BLOCK_DV": value_width, "TAIL_DV": value_tail}
     compiled = compile_kernel(
         blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
         config.num_warps, config.num_stages, config.registers,
@@ -82,6 +86,16 @@ def test_first_block_config_of_other_head_dims(target, head_dim):
     assert_fits(compile_block(target, head_dim, HALF, config)[1], target)
 
 
+@pytest.mark.parametrize("target", [86, 90, 100])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "dtype"),
+    [(192, 192, HALF), (192, 128, BRAIN), (64, 160, HALF), (152, 136, HALF)],
+)
+def test_first_block_config_of_wide_heads(target, head_dim, value_dim, dtype):
+    config = offered_on(target, head_dim, dtype, value_dim=value_dim)[0]
+    assert_fits(compile_block(target, head_dim, dtype, config, value_dim)[1], target)
+
+
 KINDS = {
     "lists": ({}, []),
     "band": ({"is_band": True}, SLIDING),
@@ -106,7 +120,8 @@ def test_every_offered_block_config(target, head_dim, kind):
 @pytest.mark.parametrize(
     ("target", "head_dim", "dtype"),
     [
-        (80, 256, HALF), (90, 256, HALF), (86, 64, HALF), (86, 128, HALF), (86, 256, HALF),
+        (80, 256, HALF), (90, 256, HALF), (90, 192, HALF), (100, 192, HALF), (86, 64, HALF),
+        (86, 128, HALF), (86, 256, HALF),
         (80, 64, SINGLE), (80, 256, SINGLE),
     ],
 )  # fmt: skip
@@ -249,7 +264,7 @@ def test_every_config_anywhere(target, head_dim):
     assert not failed, "\n".join(map(str, failed))
 
 
-@pytest.mark.parametrize("kernel", ["block", "row"])
+@pytest.mark.parametrize("kernel", ["block", "block of two products", "row"])
 def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
     """A tensor taken for written would be cloned at every call of a compiled graph."""
     import triton
@@ -261,10 +276,12 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
             return GPUTarget("cuda", 90, 32)
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    if kernel == "block":
+    if kernel != "row":
         function = blockwise_kernel.attention_block_kernel
+        tail = 0 if kernel == "block" else 32
         values = attention_constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True) | {
             "EVEN_Q": False, "EVEN_K": False, "HEAVY_FIRST": True, "LOOPS": 4, "PREFETCH": True,
+            "TAIL_D": tail, "TAIL_DV": tail,
         }  # fmt: skip
     else:
         function = attention_rowwise._attention_row_kernel
