@@ -56,11 +56,14 @@ class Turn:
         """Microseconds of one call.
 
         Raises:
-            EOFError: the process ended.
+            RuntimeError: the call failed. EOFError: the process ended.
         """
         time.sleep(PAUSE_S)
         self.connection.send(turn)
-        return float(self.connection.recv())
+        answer = self.connection.recv()
+        if isinstance(answer, dict):
+            raise RuntimeError(f"{self.way.name}: {answer['failed']}")
+        return float(answer)
 
     def close(self) -> None:
         """End its process."""
@@ -174,7 +177,7 @@ def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """The columns of times of each way, and its detail; the processes have ended then.
 
     Raises:
-        EOFError: one of them ended before.
+        RuntimeError, EOFError: a call failed, or one of them ended before.
     """
     try:
         rounds = in_rounds([turn.take for turn in turns], BUDGET_S * len(turns))

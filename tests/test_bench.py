@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -136,6 +137,20 @@ def test_calls_in_turns(bench_path, monkeypatch):
     monkeypatch.setattr(turns, "ROUNDS", (2, 7))
     assert len(turns.in_rounds(takers, budget_s=1e9)[0]) == 7
     assert turns.in_rounds([], budget_s=1.0) == []
+
+
+def test_a_call_that_fails_in_its_turn(bench_path):
+    import turns
+    from ways import Way
+
+    here, there = multiprocessing.Pipe()
+    turn = turns.Turn(Way("compile-default", "sdpa"), here, list, 0.0, None, "")
+    there.send({"failed": "ValueError: no"})
+    with pytest.raises(RuntimeError, match="compile-default: ValueError: no"):
+        turn.take(0)
+    there.close()
+    with pytest.raises((EOFError, OSError)):
+        turn.take(1)
 
 
 def test_unknown_names_are_refused(ran):
