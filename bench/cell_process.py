@@ -151,7 +151,10 @@ def cuda_started() -> bool:
 def given_connection() -> Connection | None:
     """The end of a pipe that this process was started with."""
     number = os.environ.pop(TALKS, None)
-    return None if number is None else Connection(int(number))
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return Connection(int(number))
 
 
 def _begin(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -115,22 +116,47 @@ def _append(args: argparse.Namespace, row: dict[str, Any]) -> None:
 def _call_in_turns(
     args: argparse.Namespace, ways: Sequence[Way], subject: Subject, facts: dict[str, Any]
 ) -> None:
-    """The rows of a cell on a CPU."""
-    begun = [turn for way in ways if (turn := turns.begin(args, way)) is not None]
-    errors = {turn.way.name: _errors(turn.output, subject) for turn in begun}
-    right, wrong = [], []
-    for turn in begun:
-        where = (args.out, args.worker, turn.way.name, subject.model)
-        (right if _is_right(errors[turn.way.name], subject, where) else wrong).append(turn)
-    for turn in wrong:
-        turn.close()
-    for turn, times in zip(right, turns.timed(right), strict=True):
-        largest, rms = errors[turn.way.name]
-        row = {
-            "peer": turn.way.name, "graph_us": "", "compile_s": turn.compile_s, "max_rel": largest,
-            "rms_rel": rms, **times,
-        }  # fmt: skip
-        _append(args, {**facts, **row})
+    """The rows of a cell on a CPU.
+
+    Plain torch.compile takes its turns too where it has a row already: STOF is tested against it.
+    """
+    wanted = {way.name for way in ways}
+    if ways and turns.PLAIN not in wanted:
+        plain = chosen_ways(subject.setup.device, subject.model, subject.shape, turns.PLAIN)
+        ways = [*plain, *ways]
+    with ExitStack() as held:
+        right, errors = [], {}
+        for way in ways:
+            where = (args.out, args.worker, way.name, subject.model)
+            turn = turns.begin(args, way)
+            if turn is None:
+                continue
+            held.callback(turn.close)
+            errors[way.name] = _errors(turn.output, subject)
+            if _is_right(errors[way.name], subject, where):
+                right.append(turn)
+            else:
+                turn.close()
+        for turn, times in zip(right, _timed(args, right, subject.model), strict=True):
+            largest, rms = errors[turn.way.name]
+            row = {
+                "peer": turn.way.name, "graph_us": "", "compile_s": turn.compile_s,
+                "max_rel": largest, "rms_rel": rms, **times,
+            }  # fmt: skip
+            if turn.way.name in wanted:
+                _append(args, {**facts, **row})
+
+
+def _timed(args: argparse.Namespace, right: list[turns.Turn], model: str) -> list[dict[str, Any]]:
+    """Times of all that can be called; who fails leaves the list, with a line of the log."""
+    while True:
+        try:
+            return turns.timed(right)
+        except turns.TurnFailed as failure:
+            where = (args.out, args.worker, failure.turn.way.name, model)
+            log_event(*where, "error", failure.reason)
+            failure.turn.close()
+            right.remove(failure.turn)
 
 
 def _errors(output: Tensor, subject: Subject) -> tuple[float, float]:

@@ -10,9 +10,11 @@ makes a call whenever it is told to.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +38,14 @@ ROUNDS = (5, 30)  # fewest and most
 PAUSE_S = 0.01  # before a call, for threads of the one before to stop waiting for work
 
 
+class TurnFailed(Exception):
+    """A way failed when it was called."""
+
+    def __init__(self, turn: Turn, reason: str) -> None:
+        super().__init__(f"{turn.way.name}: {reason}")
+        self.turn, self.reason = turn, reason
+
+
 @dataclass
 class Turn:
     """A way whose process waits for its turns.
@@ -56,17 +66,20 @@ class Turn:
         """Microseconds of one call.
 
         Raises:
-            RuntimeError: the call failed. EOFError: the process ended.
+            TurnFailed: the call failed, or the process ended.
         """
         time.sleep(PAUSE_S)
-        self.connection.send(turn)
-        answer = self.connection.recv()
+        try:
+            self.connection.send(turn)
+            answer = self.connection.recv()
+        except (EOFError, OSError) as gone:
+            raise TurnFailed(self, f"its process ended: {gone!r}") from gone
         if isinstance(answer, dict):
-            raise RuntimeError(f"{self.way.name}: {answer['failed']}")
+            raise TurnFailed(self, answer["failed"])
         return float(answer)
 
     def close(self) -> None:
-        """End its process."""
+        """End its process; nothing where it has ended."""
         self.connection.close()
         self.end()
 
@@ -77,8 +90,11 @@ def begin(args: argparse.Namespace, way: Way) -> Turn | None:
     end = start(args, way, there)
     try:
         found = here.recv()
-    except EOFError:
+    except (EOFError, OSError):
         found = {"failed": f"its process ended with {end()}"}
+    except BaseException:
+        here.close()
+        raise
     if "failed" in found:
         model = args.worker.split("/")[0]
         log_event(args.out, args.worker, way.name, model, "error", found["failed"])
@@ -122,7 +138,9 @@ def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
                 connection.send(report)
                 _calls(call, subject, connection)
         except Exception as failure:
-            connection.send({"failed": f"{type(failure).__name__}: {failure}"})
+            text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
+            with contextlib.suppress(OSError):  # nobody is there any more
+                connection.send({"failed": text})
 
 
 def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[str, Any]]:
@@ -131,6 +149,9 @@ def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[s
     device = subject.setup.device
     call, compiled = compile_model(way, subject)
     seconds = timing.first_call(call, subject.sets[0], device)
+    first = call(*subject.sets[0])
+    timing.poison(first.shape, first.dtype, device)
+    del first
     return call, {
         "compile_s": seconds,
         "output": call(*subject.sets[0]).numpy(),
@@ -174,16 +195,12 @@ def in_rounds(takers: Sequence[Callable[[int], float]], budget_s: float) -> list
 
 
 def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The columns of times of each way, and its detail; the processes have ended then.
+    """The columns of times of each way, and its detail.
 
     Raises:
-        RuntimeError, EOFError: a call failed, or one of them ended before.
+        TurnFailed: by which one; the others can be timed again.
     """
-    try:
-        rounds = in_rounds([turn.take for turn in turns], BUDGET_S * len(turns))
-    finally:
-        for turn in reversed(turns):
-            turn.close()
+    rounds = in_rounds([turn.take for turn in turns], BUDGET_S * len(turns))
     by_name = {turn.way.name: taken for turn, taken in zip(turns, rounds, strict=True)}
     found = []
     for turn in turns:

@@ -139,18 +139,48 @@ def test_calls_in_turns(bench_path, monkeypatch):
     assert turns.in_rounds([], budget_s=1.0) == []
 
 
-def test_a_call_that_fails_in_its_turn(bench_path):
+def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, monkeypatch):
+    import e2e
     import turns
     from ways import Way
 
-    here, there = multiprocessing.Pipe()
-    turn = turns.Turn(Way("compile-default", "sdpa"), here, list, 0.0, None, "")
-    there.send({"failed": "ValueError: no"})
-    with pytest.raises(RuntimeError, match="compile-default: ValueError: no"):
-        turn.take(0)
-    there.close()
-    with pytest.raises((EOFError, OSError)):
-        turn.take(1)
+    monkeypatch.setattr(turns, "ROUNDS", (2, 2))
+    held, ended = [], []
+
+    def begun(name):
+        here, there = multiprocessing.Pipe()
+
+        def calls():
+            for number in range(100):
+                try:
+                    there.recv()
+                except EOFError:
+                    return
+                if name == "flex-default" and number == 2:
+                    there.send({"failed": "ValueError: no"})
+                elif name == "stof-default" and number == 3:
+                    there.close()
+                    return
+                else:
+                    there.send(float(number))
+
+        threading.Thread(target=calls).start()
+        held.append(turns.Turn(Way(name, name[:4]), here, lambda: ended.append(name), 0, None, ""))
+
+    for name in ("compile-default", "flex-default", "stof-default", "stof-fusion"):
+        begun(name)
+    args = Namespace(out=tmp_path / "rows.csv", worker="bert-tiny/1x100")
+    found = e2e._timed(args, held, "bert-tiny")
+    assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
+    assert [times["runs"] for times in found] == [4, 4] and "x compile-default" in found[1][
+        "detail"
+    ]
+    log = (tmp_path / "rows.log.csv").read_text()
+    assert "flex-default,bert-tiny,error,ValueError: no" in log
+    assert "stof-default,bert-tiny,error,its process ended: " in log
+    assert ended == ["flex-default", "stof-default"]
+    for turn in held:
+        turn.close()
 
 
 def test_unknown_names_are_refused(ran):
