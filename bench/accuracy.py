@@ -28,7 +28,8 @@ from unittest import mock
 
 import timing
 import torch
-from e2e import stof_detail, wanted_shapes
+from details import stof_detail
+from e2e import wanted_shapes
 from machine import conditions, version_of
 from models import caller, model_names
 from results import append_row, log_event, read_rows, say

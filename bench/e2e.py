@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ import cell_process
 import timing
 import torch
 import turns
-from attention import Paths, describe_site
+from attention import Paths
+from details import stof_detail
 from machine import conditions, version_of
 from models import model_names, model_work
 from results import append_row, log_event, read_rows, say
@@ -225,40 +226,6 @@ def _measure(
         "max_rel": errors[0],
         "rms_rel": errors[1],
     }
-
-
-SEARCH_NOTES = ("fusion measured", "whole graph", "launched one by one")
-"""How notes begin that say what the search had time for, and which form was kept."""
-
-
-def stof_detail(compiled: Any) -> str:
-    """How often each kernel was chosen, the schemes of the chains, and the form that was kept."""
-    import stof_compile
-
-    seen = stof_compile.explain(compiled)
-    return " | ".join([*_counted(map(describe_site, seen.sites)), *scheme_texts(seen.graphs)])
-
-
-def scheme_texts(records: Sequence[Any]) -> list[str]:
-    """Schemes, packs and verdicts of compiled graphs, in words."""
-    texts = []
-    for record in records:
-        for chain in record.chains:
-            names = "+".join(segment.template for segment in chain.segments)
-            texts.append(
-                f"{chain.count}x scheme {chain.initial}->{chain.code} {names} ({chain.source})"
-            )
-        for pack in record.packs:
-            texts.append(f"{pack.count}x {'packed' if pack.packed else 'apart'} {pack.sizes}")
-        texts += [note for note in record.notes if note.startswith(SEARCH_NOTES)]
-    return texts
-
-
-def _counted(texts: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
-    return [f"{n}x {text}" for text, n in counts.items()] or ["no site"]
 
 
 def _facts(subject: Subject, device: torch.device, out: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import cell_process
 import timing
 import torch
+from details import scheme_texts
 from ways import Way, compile_model, make_subject
 
 ANSWER = "first-call.json"  # in the folder of caches
@@ -64,8 +65,6 @@ def report(
 
 def what_stof_noted(compiled: Any) -> dict[str, Any]:
     """Seconds of STOF's steps, trials, schemes with their times, over all graphs of a model."""
-    from e2e import scheme_texts
-
     import stof_compile
     from stof_compile.tune import fusion_trials
 

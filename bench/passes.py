@@ -28,11 +28,13 @@ from typing import Any
 import significance
 import timing
 import torch
-from e2e import MODEL_RMS, stof_detail
+from details import stof_detail
+from e2e import MODEL_RMS
 from machine import conditions, version_of
 from models import caller, model_names
 from results import append_row, log_event, read_rows, say
 from torch import Tensor, nn
+from turns import one_round
 
 from stof_compile import zoo
 
@@ -159,19 +161,15 @@ def tested(rounds: dict[str, list[list[float]]], out: Path, cell: str) -> dict[s
 
 def described(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Mean, spread and percentiles of all samples."""
-    samples = sorted(x for r in rounds for x in r)
-
-    def at(share: float) -> float:
-        return samples[min(len(samples) - 1, int(share * len(samples)))]
-
+    samples = [x for r in rounds for x in r]
     return {
         "samples": len(samples),
         "rounds": len(rounds),
         "mean_us": fmean(samples),
         "sd_us": stdev(samples),
         "median_us": median(samples),
-        "p5_us": at(0.05),
-        "p95_us": at(0.95),
+        "p5_us": timing.at(samples, 0.05),
+        "p95_us": timing.at(samples, 0.95),
         "round_means_us": " ".join(f"{fmean(r):.5g}" for r in rounds),
     }
 
@@ -311,14 +309,5 @@ def in_turns(takers: Sequence[Callable[[], float]], samples: int) -> list[list[l
     for take in takers:
         for _ in range(samples):
             take()
-    taken: list[list[list[float]]] = [[] for _ in takers]
-    for _ in range(rounds):
-        one: list[list[float]] = [[] for _ in takers]
-        for half, order in zip(
-            halves, (range(len(takers)), reversed(range(len(takers)))), strict=True
-        ):
-            for index in order:
-                one[index] += [takers[index]() for _ in range(half)]
-        for index, times in enumerate(one):
-            taken[index].append(times)
-    return taken
+    taken = [one_round(takers, halves) for _ in range(rounds)]
+    return [list(of_one) for of_one in zip(*taken, strict=True)]

@@ -141,9 +141,13 @@ def launch_time(
             start = time.perf_counter_ns()
             fn(*args)
             times_us.append((time.perf_counter_ns() - start) / 1e3)
-    ordered = sorted(times_us)
-    at = [ordered[min(len(ordered) - 1, int(p * len(ordered)))] for p in (0.5, 0.2, 0.8)]
-    return Timing(at[0], at[1], at[2], len(ordered), "launch")
+    return Timing(*(at(times_us, p) for p in (0.5, 0.2, 0.8)), len(times_us), "launch")
+
+
+def at(samples: Sequence[float], share: float) -> float:
+    """The sample that a share of them lies below."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def back_to_back_us(

@@ -28,6 +28,7 @@ import cell_process
 import significance
 import timing
 import torch
+from details import stof_detail
 from results import log_event
 from torch import Tensor
 from ways import Subject, Way, asked, compile_model, make_subject
@@ -137,15 +138,13 @@ def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
                 call, report = _compiled(asked(way, args), subject)
                 connection.send(report)
                 _calls(call, subject, connection)
-        except Exception as failure:
+        except Exception as failure:  # told to the cell, whose other ways still run
             text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
             with contextlib.suppress(OSError):  # nobody is there any more
                 connection.send({"failed": text})
 
 
 def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    from e2e import stof_detail
-
     device = subject.setup.device
     call, compiled = compile_model(way, subject)
     seconds = timing.first_call(call, subject.sets[0], device)
@@ -171,27 +170,32 @@ def _calls(call: Callable[..., Tensor], subject: Subject, connection: Connection
         connection.send((time.perf_counter_ns() - begun) / 1e3)
 
 
+def one_round(takers: Sequence[Callable[[], float]], halves: tuple[int, int]) -> list[list[float]]:
+    """Samples of each: all forwards, then all backwards, in each half so many of one in a row."""
+    taken: list[list[float]] = [[] for _ in takers]
+    forwards = range(len(takers))
+    for half, order in zip(halves, (forwards, reversed(forwards)), strict=True):
+        for index in order:
+            taken[index] += [takers[index]() for _ in range(half)]
+    return taken
+
+
 def in_rounds(takers: Sequence[Callable[[int], float]], budget_s: float) -> list[list[list[float]]]:
-    """Microseconds of calls in rounds: all forwards, then all backwards.
+    """Microseconds of calls in rounds; a taker gets the number of the round.
 
     Between the fewest and the most of ``ROUNDS`` the budget decides.
 
     Returns:
         For each taker its rounds, two samples in each.
     """
-    taken: list[list[list[float]]] = [[] for _ in takers]
     for take in takers:
         take(0)
     end = time.monotonic() + budget_s
     fewest, most = ROUNDS
-    for turn in range(most if takers else 0):
-        if turn >= fewest and time.monotonic() > end:
-            break
-        for times in taken:
-            times.append([])
-        for index in (*range(len(takers)), *reversed(range(len(takers)))):
-            taken[index][-1].append(takers[index](turn))
-    return taken
+    rounds: list[list[list[float]]] = []
+    while takers and len(rounds) < most and (len(rounds) < fewest or time.monotonic() <= end):
+        rounds.append(one_round([partial(take, len(rounds)) for take in takers], (1, 1)))
+    return [list(of_one) for of_one in zip(*rounds, strict=True)]
 
 
 def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -204,15 +208,15 @@ def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     by_name = {turn.way.name: taken for turn, taken in zip(turns, rounds, strict=True)}
     found = []
     for turn in turns:
-        samples = sorted(us for one in by_name[turn.way.name] for us in one)
+        samples = [us for one in by_name[turn.way.name] for us in one]
         detail = [turn.detail] if turn.detail else []
         if turn.way.attention == "stof" and PLAIN in by_name:
             detail.append(against_plain(by_name[PLAIN], by_name[turn.way.name]))
         found.append(
             {
                 "median_us": median(samples),
-                "p20_us": samples[len(samples) // 5],
-                "p80_us": samples[4 * len(samples) // 5],
+                "p20_us": timing.at(samples, 0.2),
+                "p80_us": timing.at(samples, 0.8),
                 "runs": len(samples),
                 "detail": " | ".join(detail),
             }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,10 +109,7 @@ def _capture(
             for inputs in input_sets:
                 fn(*inputs)
     finally:
-        with warnings.catch_warnings():
-            # segments that are nothing but views launch nothing
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
+        graph.capture_end()
     graph.replay()
     stream.synchronize()
     return graph
