@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention_hopper import hopper_refusal
+from .attention_hopper import widths as hopper_widths
 from .blockwise_kernel import attention_block_kernel
 from .limits import (
     fits_registers,
@@ -90,8 +91,8 @@ _MAX_TILES = 3  # tile shapes offered for one problem, and the narrow one
 # Half as many keys: less of the tiles lies outside of narrow windows and short global parts, and
 # with 80 to 92 registers a thread six programs fit a Hopper multiprocessor in place of three.
 NARROW = (64, 32, 4)
-# The Hopper kernel's (programs per multiprocessor, stages), by padded head dim.
-_HOPPER = {64: ((3, 3), (4, 2)), 128: ((2, 2),)}
+# The Hopper kernel's (programs per multiprocessor, stages), by the width of a head.
+_HOPPER = {64: ((3, 3), (4, 2)), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2),)}
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
 # at most. Nothing spills then (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
 _LIMITED, _REGISTERS = (64, 64, 4, 3, 5), 128
@@ -198,7 +199,8 @@ def configs(
     ):
         return found
     hopper = [
-        BlockConfig(64, 64, 4, stages, hopper=programs) for programs, stages in _HOPPER[block_d]
+        BlockConfig(64, 64, 4, stages, hopper=programs)
+        for programs, stages in _HOPPER[sum(hopper_widths(head_dim))]
     ]
     return hopper + found if units >= _HOPPER_FIRST_UNITS else found + hopper
 

@@ -39,6 +39,7 @@ class _Known(NamedTuple):
     repeat: Repeat
     head_dim: int
     has_part: bool
+    has_tail: bool
 
 
 _known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
@@ -144,6 +145,8 @@ def attention_hopper_forward(
     )
     if refusal is None and programs not in _REGISTERS:
         refusal = f"programs must be one of {sorted(_REGISTERS)}, not {programs}"
+    if refusal is None and stages < 2:
+        refusal = f"stages must be at least 2, not {stages}"
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
@@ -151,16 +154,16 @@ def attention_hopper_forward(
         return out.transpose(1, 2), lse
     if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
-    block_d = next_power_of_two(head_dim)
-    tiles, words = _layouts()
+    block_d, tail_d = widths(head_dim)
     held = [_for_tma(t) for t in (p.q, p.k, p.v)]
-    operands = [
-        Descriptor(t, t.shape, _strides(t), (1, 1, TILE, block_d), tiles)
-        for t in (*held, out.transpose(1, 2))
-    ]
+    planes = (*held, out.transpose(1, 2))
     has_part = arrays.bitmap.shape[0] > 0
     fragments = arrays.bitmap if has_part else _no_fragments(arrays)
-    operands.append(Descriptor(fragments, fragments.shape, (WORDS, 1), (1, WORDS), words))
+    operands: list[Any] = [_tiles(t, block_d) for t in planes]
+    operands.append(
+        Descriptor(fragments, fragments.shape, (WORDS, 1), (1, WORDS), _layout(0, 32, 2))
+    )
+    operands += [_tiles(t, tail_d) if tail_d else 0 for t in planes]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     with on_device(q):
         queue = _new_queue(arrays)
@@ -173,8 +176,9 @@ def attention_hopper_forward(
         constants = {
             "MULT": float(scale) * LOG2E,
             "BLOCK_D": block_d,
+            "TAIL_D": tail_d,
             "STAGES": stages,
-            "Q_SLOTS": query_slots(block_d, programs),
+            "Q_SLOTS": query_slots(block_d + tail_d, programs),
             "GROUP": p.group,
             "SINGLE_PLANE": p.single_plane,
             "HAS_PART": has_part,
@@ -184,7 +188,7 @@ def attention_hopper_forward(
         repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
     if repeat is not None and not copied:
-        remember(_known, asked, _Known(repeat, head_dim, has_part))
+        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0))
     return out.transpose(1, 2), lse
 
 
@@ -194,8 +198,9 @@ def _repeat(
     """Run a known launch on tensors with the same layouts, in the kernel's order of arguments."""
     fragments = mask.bitmap if known.has_part else _no_fragments(mask)
     queue = _new_queue(mask)
+    tails = (q, k, v, out) if known.has_tail else ()
     known.repeat(
-        q, k, v, out, fragments, lse if lse.numel() else queue, queue,
+        q, k, v, out, fragments, *tails, lse if lse.numel() else queue, queue,
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
         mask.row_order,
     )  # fmt: skip
@@ -212,16 +217,36 @@ def _no_fragments(mask: TileMask) -> Tensor:
 
 
 @cache
-def _layouts() -> tuple[Any, Any]:
-    """Shared-memory layouts of a tile and of its mask words."""
+def _layout(swizzle: int, bits: int, rank: int) -> Any:
+    """The shared-memory layout of what TMA copies."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout(128, 16, rank=4), gl.NVMMASharedLayout(0, 32, rank=2)
+    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
 
 
-def query_slots(block_d: int, programs: int) -> int:
-    """Query tiles a program holds: two, so that the next one is there, where memory allows it."""
-    return 1 if block_d * programs > 192 else 2
+def _tiles(tensor: Tensor, columns: int) -> Descriptor:
+    """Tiles of so many columns of a [batch, heads, rows, head_dim] tensor."""
+    layout = _layout(min(2 * columns, 128), 16, 4)
+    return Descriptor(tensor, tensor.shape, _strides(tensor), (1, 1, TILE, columns), layout)
+
+
+def widths(head_dim: int) -> tuple[int, int]:
+    """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
+
+    96 as 64 and 32 takes three quarters of 128, and a third worker fits a multiprocessor.
+    """
+    if not 64 < head_dim <= 96:
+        return next_power_of_two(head_dim), 0
+    return 64, 16 if head_dim <= 80 else 32
+
+
+def query_slots(width: int, programs: int) -> int:
+    """Query tiles a program holds: two, so that the next one is there, where memory allows it.
+
+    Args:
+        width: of a head.
+    """
+    return 1 if width * programs > 192 else 2
 
 
 def _for_tma(tensor: Tensor) -> Tensor:

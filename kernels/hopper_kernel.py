@@ -24,73 +24,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .hopper_registers import ROWS, fragment_layout, kept_scores, rescaled, without
+
 # newer Triton renamed the copies and the barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a unit and keys of a tile
+# Weights of a row are relative to its largest score, or to one that was and is smaller by at most
+# this, in powers of two: they reach 256, and few tiles after the first rescale the result.
+SLACK: gl.constexpr = gl.constexpr(8.0)
 WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
-
-
-@gluon.constexpr_function
-def fragment_layout():
-    """Where the consumer's threads hold a 64 x 64 tile of scores, as six factors of row and column:
-    [warp, half of its 16 rows, lane row, column octet, lane pair, column of the pair]."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0],
-            [0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 0, 4, 0, 0],
-        ],
-        lane_bases=[
-            [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0],
-            [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0],
-        ],
-        warp_bases=[[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
-        block_bases=[],
-        shape=[4, 2, 8, 8, 4, 2],
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def without(layout, dims):
-    """The layout with some of its dimensions left out."""
-    for dim in sorted(dims, reverse=True):
-        layout = gl.SliceLayout(dim, layout)
-    return layout
-
-
-@gluon.jit
-def kept_scores(words, scores: gl.constexpr):
-    """Boolean [64, 64] in the layout ``scores`` from mask words [4, 8, 4], one per thread."""
-    whole: gl.constexpr = fragment_layout()
-    half = gl.arange(0, 2, layout=without(whole, [0, 2, 3, 4, 5]))
-    octet = gl.arange(0, 8, layout=without(whole, [0, 1, 2, 4, 5]))
-    column = gl.arange(0, 2, layout=without(whole, [0, 1, 2, 3, 4]))
-    bit = (
-        half[None, :, None, None, None, None] * 16
-        + octet[None, None, None, :, None, None] * 2
-        + column[None, None, None, None, None, :]
-    )
-    word = words[:, None, :, :][:, :, :, None, :][:, :, :, :, :, None]
-    kept = gl.reshape((word >> bit) & 1, [ROWS, ROWS])
-    return gl.convert_layout(kept, scores, assert_trivial=True) != 0
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, word_desc,
-    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs,
+    q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
+    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
     q_full, q_empty, k_full, v_full, kv_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_rows,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """Take units from the queue and load what they need, until the queue is empty."""
-    TILE_BYTES: gl.constexpr = ROWS * BLOCK_D * 2
+    TILE_BYTES: gl.constexpr = ROWS * (BLOCK_D + TAIL_D) * 2
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     field = gl.arange(0, 8, layout=lane)
     units = rows * batch_heads
@@ -135,6 +95,11 @@ def produce(
         tma_load(
             q_desc, [b, h, row * ROWS, 0], q_full.index(q_slot), q_bufs.index(q_slot), pred=valid
         )
+        if TAIL_D > 0:
+            tma_load(
+                q_tail_desc, [b, h, row * ROWS, BLOCK_D], q_full.index(q_slot),
+                q_tails.index(q_slot), pred=valid,
+            )  # fmt: skip
 
         # -- keys, values and mask words ----
         kv = h // GROUP
@@ -153,8 +118,14 @@ def produce(
             else:
                 mbarrier.expect(k_full.index(stage), TILE_BYTES)
             tma_load(k_desc, [b, kv, first_k, 0], k_full.index(stage), k_bufs.index(stage))
+            if TAIL_D > 0:
+                tail = [b, kv, first_k, BLOCK_D]
+                tma_load(k_tail_desc, tail, k_full.index(stage), k_tails.index(stage))
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             tma_load(v_desc, [b, kv, first_k, 0], v_full.index(stage), v_bufs.index(stage))
+            if TAIL_D > 0:
+                tail = [b, kv, first_k, BLOCK_D]
+                tma_load(v_tail_desc, tail, v_full.index(stage), v_tails.index(stage))
             step += 1
         turn += 1
         number = gl.where(valid, after, -1)
@@ -162,26 +133,39 @@ def produce(
 
 @gluon.jit
 def consume(
-    o_desc, lse,
-    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf,
+    o_desc, o_tail_desc, lse,
+    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf, q_tails, k_tails, v_tails, o_tail,
     q_full, q_empty, k_full, v_full, kv_empty,
     heads, q_len,
-    MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
+    MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
+    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """Attend unit by unit; the same online softmax as the portable kernel (``softmax.py``)."""
     dtype: gl.constexpr = o_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(TAIL_D, 16), 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, result, 2)
+    tail_weights: gl.constexpr = gl.DotOperandLayout(0, tail, 2)
+    tail_rows: gl.constexpr = gl.SliceLayout(1, tail)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
+    part_sums: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+    sum_rows: gl.constexpr = gl.SliceLayout(1, part_sums)
     result_rows: gl.constexpr = gl.SliceLayout(1, result)
     word_layout: gl.constexpr = without(fragment_layout(), [1, 3, 5])
     everywhere: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     field = gl.arange(0, 8, layout=everywhere)
     zero = gl.zeros([ROWS, ROWS], gl.float32, scores)
     turn = 0
-    step = 0
+    stage = 0
+    phase = 0
+    before = 0
     going = 1
     while going > 0:
         q_slot = turn % Q_SLOTS
@@ -196,16 +180,24 @@ def consume(
         if going > 0:
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
             maximum = gl.full([ROWS], -1.0e30, gl.float32, score_rows)
-            total = gl.full([ROWS], 0.0, gl.float32, score_rows)
+            total = gl.zeros([ROWS, 4], gl.float32, part_sums)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
+            acc_tail = acc
+            if TAIL_D > 0:
+                q_tail = q_tails.index(q_slot).reshape([ROWS, TAIL_D])
+                acc_tail = gl.zeros([ROWS, TAIL_D], gl.float32, tail)
+            barrier_of_threads()  # here, or the compiler puts one into the loop
             for t in range(0, count):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-
                 # -- scores ----
                 mbarrier.wait(k_full.index(stage), phase)
                 k_tile = k_bufs.index(stage).reshape([ROWS, BLOCK_D]).permute((1, 0))
                 s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
+                if TAIL_D > 0:
+                    k_tail = k_tails.index(stage).reshape([ROWS, TAIL_D]).permute((1, 0))
+                    s = warpgroup_mma(q_tail, k_tail, s, is_async=True)
+                # the tile before is given back while the product runs, which hides the barriers
+                mbarrier.arrive(kv_empty.index(before), count=1, pred=t > 0)
+                barrier_of_threads()
                 if HAS_PART:  # read while the product runs; not used on full tiles
                     words = word_bufs.index(stage).reshape([4, 8, 4]).load(word_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
@@ -216,32 +208,55 @@ def consume(
                         s = gl.where(kept_scores(words, scores), s, float("-inf"))
 
                 # -- online softmax ----
-                new = gl.maximum(maximum, gl.max(s, 1))
+                grown = gl.maximum(maximum, gl.max(s, 1))
+                new = gl.where(grown - maximum > SLACK / MULT, grown, maximum)
                 shift = (new * -MULT)[:, None].broadcast_to(s.shape)
                 p = gl.exp2(gl.fma(s, gl.full_like(s, MULT), shift))
                 alpha = gl.exp2((maximum - new) * MULT)
                 maximum = new
-                total = total * alpha + gl.sum(p, 1)
-                acc = acc * gl.convert_layout(alpha, result_rows)[:, None]
+                added = gl.sum(gl.sum(gl.reshape(p, [ROWS, 8, 4, 2]), 3), 1)
+                total = total * gl.convert_layout(alpha, sum_rows)[:, None] + gl.convert_layout(
+                    added, part_sums, assert_trivial=True
+                )
+                acc = rescaled(acc, gl.convert_layout(alpha, result_rows), BLOCK_D)
+                if TAIL_D > 0:
+                    tail_alpha = gl.convert_layout(alpha, tail_rows)
+                    acc_tail = acc_tail * tail_alpha[:, None]
 
                 # -- values ----
                 p = gl.convert_layout(p.to(dtype), weights)
                 mbarrier.wait(v_full.index(stage), phase)
                 v_tile = v_bufs.index(stage).reshape([ROWS, BLOCK_D])
                 acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(kv_empty.index(stage), count=1)
-                step += 1
+                if TAIL_D > 0:
+                    v_tail = v_tails.index(stage).reshape([ROWS, TAIL_D])
+                    p = gl.convert_layout(p, tail_weights, assert_trivial=True)
+                    acc_tail = warpgroup_mma(p, v_tail, acc_tail, is_async=True)
+                    acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
+                else:
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                before = stage
+                stage += 1
+                phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                stage = gl.where(stage == STAGES, 0, stage)
             mbarrier.arrive(q_empty.index(q_slot), count=1)
+            mbarrier.arrive(kv_empty.index(before), count=1, pred=count > 0)
 
             # -- result ----
+            total = gl.convert_layout(gl.sum(total, 1), score_rows)
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
             acc = acc * gl.convert_layout(1.0 / filled, result_rows)[:, None]
             tma.store_wait(0)  # the last unit's tile has left the buffer
             o_buf.reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
+            if TAIL_D > 0:
+                tail_factor = gl.convert_layout(1.0 / filled, tail_rows)
+                acc_tail = acc_tail * tail_factor[:, None]
+                o_tail.reshape([ROWS, TAIL_D]).store(acc_tail.to(dtype))
             fence_async_shared()
             tma_store(o_desc, [b, h, row * ROWS, 0], o_buf)
+            if TAIL_D > 0:
+                tma_store(o_tail_desc, [b, h, row * ROWS, BLOCK_D], o_tail)
             if RETURN_LSE:
                 log_sum = gl.where(empty, float("-inf"), maximum * (MULT * LN2) + gl.log(filled))
                 q_row = row * ROWS + gl.arange(0, ROWS, layout=score_rows)
@@ -258,11 +273,13 @@ _NUMBERS = [
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc, word_desc, lse, queue,
+    q_desc, k_desc, v_desc, o_desc, word_desc,
+    q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, lse, queue,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows,
-    MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
+    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
     RETURN_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -271,6 +288,14 @@ def attention_hopper_kernel(
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, ROWS, BLOCK_D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, ROWS, BLOCK_D], v_desc.layout)
     o_buf = gl.allocate_shared_memory(o_desc.dtype, [1, 1, ROWS, BLOCK_D], o_desc.layout)
+    q_tails, k_tails, v_tails, o_tail = q_bufs, k_bufs, v_bufs, o_buf
+    if TAIL_D > 0:
+        dtype: gl.constexpr = q_desc.dtype
+        narrow: gl.constexpr = q_tail_desc.layout
+        q_tails = gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, ROWS, TAIL_D], narrow)
+        k_tails = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, TAIL_D], narrow)
+        v_tails = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, TAIL_D], narrow)
+        o_tail = gl.allocate_shared_memory(dtype, [1, 1, ROWS, TAIL_D], narrow)
     word_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WORDS], word_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     unit_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
@@ -295,23 +320,24 @@ def attention_hopper_kernel(
             (
                 consume,
                 (
-                    o_desc, lse,
+                    o_desc, o_tail_desc, lse,
                     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf,
+                    q_tails, k_tails, v_tails, o_tail,
                     q_full, q_empty, k_full, v_full, kv_empty,
                     heads, q_len,
-                    MULT, BLOCK_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
+                    MULT, BLOCK_D, TAIL_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
                 ),
             ),
             (
                 produce,
                 (
-                    q_desc, k_desc, v_desc, word_desc,
-                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs,
+                    q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
+                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
                     q_full, q_empty, k_full, v_full, kv_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_rows,
-                    BLOCK_D, STAGES, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART,
+                    BLOCK_D, TAIL_D, STAGES, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART,
                 ),
             ),
         ],

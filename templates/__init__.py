@@ -1,6 +1,7 @@
 """Parametrised kernels for fusion segments, and with them the operators they call."""
 
 from stof_compile.templates.base import Template
+from stof_compile.templates.cublas_linear import CublasLinear
 from stof_compile.templates.hopper_linear import HopperLinear
 from stof_compile.templates.tilelang_chain import TileLangChain
 from stof_compile.templates.tilelang_linear import TileLangLinear
@@ -13,6 +14,7 @@ from stof_compile.templates.triton_norm import TritonNorm
 from stof_compile.templates.triton_pointwise import TritonPointwise
 from stof_compile.templates.triton_rope_linear import TritonRopeLinear
 
+import stof_compile.ops_cublas_linear
 import stof_compile.ops_hopper_linear
 import stof_compile.ops_linear
 import stof_compile.ops_norm
@@ -32,5 +34,6 @@ TEMPLATES: tuple[Template, ...] = (
     TileLangLinear(),
     TileLangLinearNorm(),
     TileLangChain(),
+    CublasLinear(),
 )
 """Every template the search may build, in the order in which it tries them."""

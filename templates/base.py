@@ -58,10 +58,13 @@ class Template(ABC):
     Attributes:
         name: unique, stable: stored trials and plans hold it.
         device_kinds: kinds of devices (``DeviceFacts.kind``) it has a kernel for.
+        is_library: whether its kernel is a library's. No other process compiles it ahead then, and
+            a trial also looks whether it keeps NaN.
     """
 
     name: ClassVar[str]
     device_kinds: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_library: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:

@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"fold_transpose", "compare", "example_values"}
         | {"normalize_norms", "normalize_activations", "respell", "between"}  # of normalize
         | {"ops_linear", "ops_norm", "ops_pointwise", "ops_hopper_linear", "ops_tilelang"}
-        | {"ops_rope_linear"}
+        | {"ops_rope_linear", "ops_cublas_linear"}
     ),
     frozenset({"attention", "templates"}),
     frozenset({"search"}),

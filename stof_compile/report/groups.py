@@ -17,6 +17,7 @@ from stof_compile.report.graph import Graph, Op
 TEMPLATE_OPS = {
     "triton_linear": "fused_linear",
     "hopper_linear": "hopper_linear",
+    "cublas_linear": "cublas_linear",
     "triton_gated_linear": "fused_gated_linear",
     "triton_rope_linear": "fused_rope_linear",
     "triton_linear_chain": "fused_linear_chain",
@@ -156,6 +157,8 @@ def _writes(segment: SegmentPlan, name: str, code: str) -> bool:
     if segment.template not in TEMPLATE_OPS:  # one of the user's own: told by its size alone
         return segment.template != "inductor" and name not in TEMPLATE_OPS.values()
     values = {int(value) for _, value in segment.config if isinstance(value, int)}
+    if segment.template == "cublas_linear" and str(dict(segment.config)["activation"]) not in code:
+        return False
     return TEMPLATE_OPS[segment.template] == name and values <= set(_last_list(code))
 
 

@@ -34,6 +34,7 @@ from stof_compile.measure import (
 )
 from stof_compile.search.compile_pool import CompilePool, Job, start_pool
 from stof_compile.search.library import library_call
+from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
 from stof_compile.search.trial import Trial, TrialTable
 from stof_compile.templates.base import Template
@@ -172,10 +173,11 @@ class DeviceBench:
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         """Have candidates compiled by the pool; each is waited for when it is measured."""
+        ready = {LIBRARY, *(t.name for t in self.templates if t.is_library)}
         wanted = [
             c
             for c in candidates
-            if c.template != LIBRARY
+            if c.template not in ready
             and (recipe.key, c) not in self._compiling
             and self.known(recipe, c) is None
         ]
@@ -218,7 +220,7 @@ class DeviceBench:
             try:
                 call = self._call(recipe, candidate)
                 sets = self._sets(recipe)
-                report = self._check(recipe, call, sets[0])
+                report = self._check(recipe, call, sets[0], candidate)
             finally:
                 called = time.monotonic()
                 self.first_calls_s += called - began
@@ -318,9 +320,12 @@ class DeviceBench:
         return lambda *operands: call.run(operands)
 
     def _check(
-        self, recipe: Recipe, call: Callable[..., Result], operands: tuple[Tensor, ...]
+        self, recipe: Recipe, call: Callable[..., Any], operands: tuple[Tensor, ...], c: Candidate
     ) -> ErrorReport:
         with self._modes():
+            foreign = any(t.is_library and t.name == c.template for t in self.templates)
+            if foreign and not keeps_nan(recipe, call, operands):
+                return ErrorReport(math.inf, math.inf, False)
             if recipe.key not in self._references:
                 if len(self._references) > 4:  # they are as large as results in fp64
                     self._references.clear()

@@ -11,10 +11,10 @@ from stof_compile.kernels.attention_hopper import (
     attention_hopper_forward,
     hopper_refusal,
     query_slots,
+    widths,
 )
 from stof_compile.kernels.bound_launch import Repeat
 from stof_compile.kernels.limits import shared_memory_limit
-from stof_compile.kernels.problem import next_power_of_two
 from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
@@ -199,23 +199,26 @@ def test_arguments_are_checked():
 @pytest.mark.compile_only
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("features", [{}, {"HAS_PART": False}, {"all": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_compiles_without_spills(head_dim, features, dtype):
     from compiling import compile_gluon, needs
     from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
     from triton.experimental.gluon import language as gl
 
-    tile = gl.NVMMASharedLayout(128, 16, rank=4)
-    block_d = next_power_of_two(head_dim)
-    descriptors = {name: f"{dtype}[1, 1, 64, {block_d}],{tile!r}" for name in "qkvo"}
-    descriptors["word"] = f"i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}"
+    block_d, tail_d = widths(head_dim)
+    descriptors = {"word": f"i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}"}
+    for name in "qkvo":
+        for what, columns in ((name, block_d), (f"{name}_tail", tail_d)):
+            layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
+            descriptors[what] = f"{dtype}[1, 1, 64, {columns}],{layout!r}" if columns else ""
     everything = "all" in features
     for config in offered(head_dim):
         constants = {
             "MULT": 0.18,
             "BLOCK_D": block_d,
+            "TAIL_D": tail_d,
             "STAGES": config.num_stages,
-            "Q_SLOTS": query_slots(block_d, config.hopper),
+            "Q_SLOTS": query_slots(block_d + tail_d, config.hopper),
             "GROUP": 4 if everything else 1,
             "SINGLE_PLANE": not everything,
             "HAS_PART": features.get("HAS_PART", True),
@@ -224,7 +227,10 @@ def test_compiles_without_spills(head_dim, features, dtype):
         compiled = compile_gluon(
             attention_hopper_kernel,
             90,
-            {f"{name}_desc": f"tensordesc<{text}>" for name, text in descriptors.items()},
+            {
+                f"{name}_desc": f"tensordesc<{text}>" if text else "i32"
+                for name, text in descriptors.items()
+            },
             constants,
             maxnreg=_REGISTERS[config.hopper],
         )

@@ -1,6 +1,7 @@
 """The bench itself, on the CPU, where the only candidate is what Inductor makes of a recipe."""
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -66,3 +67,43 @@ def test_operands_of_a_comparison_are_drawn_once(bench, monkeypatch):
     bench.compare([scheme] * 4)
     weights = [key for key, index in made if index == 1]
     assert weights.count(recipes[0].key) == len(weights) / 6 == 64
+
+
+def test_a_librarys_kernel_is_not_called_ahead(bench, monkeypatch):
+    """The processes that compile would launch it beside what is timed."""
+    from stof_compile.templates.cublas_linear import CublasLinear
+    from stof_compile.templates.triton_linear import TritonLinear
+
+    recipe, jobs = linear_recipe(activation="relu"), []
+
+    class Pool:
+        alive = True
+
+        def submit(self, job):
+            jobs.append(job.template)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(f"{DeviceBench.__module__}.TritonEnvironment", MagicMock())
+    bench.templates, bench.device = (TritonLinear(), CublasLinear()), torch.device("cuda")
+    bench.pool = Pool()
+    bench.prepare(recipe, bench.candidates(recipe))
+    assert jobs and set(jobs) == {"triton_linear"}
+
+
+def test_a_librarys_kernel_that_drops_nan_fails_its_trial(bench, monkeypatch):
+    from stof_compile.templates.cublas_linear import CublasLinear
+
+    recipe = linear_recipe(activation="relu")
+    candidate = Candidate("cublas_linear", (("activation", "relu"),))
+    bench.templates = (CublasLinear(),)
+    calls = {"kept": torch.relu, "dropped": lambda t: t.clamp(0).nan_to_num(0.0)}
+    for name, activation in calls.items():
+        bench.table = TrialTable(None)
+        monkeypatch.setattr(
+            DeviceBench,
+            "_call",
+            lambda *a, activation=activation: (
+                lambda x, w, *b: activation(torch.nn.functional.linear(x, w, *b))
+            ),
+        )
+        assert bench.trial(recipe, candidate).status == ("measured" if name == "kept" else "nan")
