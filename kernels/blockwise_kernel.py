@@ -115,7 +115,8 @@ def _attend_tiles(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TAIL_D: tl.constexpr, TAIL_DV: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    TAIL_D: tl.constexpr, TAIL_DV: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
@@ -145,6 +146,12 @@ def _attend_tiles(
             col = tl.load(col_idx + t)
         first_k = col * BLOCK_N
         n_valid = n_idx < (k_len - first_k)
+        if HAS_BIAS:  # on its way while the product runs
+            bias_at = bias_ptrs + first_k.to(tl.int64) * stride_bn
+            if EVEN_Q and EVEN_K:
+                bias_tile = tl.load(bias_at)
+            else:
+                bias_tile = tl.load(bias_at, mask=m_valid[:, None] & n_valid[None, :], other=0.0)
 
         # -- scores ----
         k_tile_at = k_head + (col.to(tl.int64) * BLOCK_N) * step_k
@@ -157,8 +164,6 @@ def _attend_tiles(
             s = tl.dot(q_tail, tl.trans(k_tail), s, input_precision=PRECISION)
         s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
         if HAS_BIAS:
-            bias_at = bias_ptrs + first_k.to(tl.int64) * stride_bn
-            bias_tile = tl.load(bias_at, mask=m_valid[:, None] & n_valid[None, :], other=0.0)
             s += bias_tile.to(tl.float32)
 
         # -- mask ----
@@ -317,8 +322,8 @@ def attention_block_kernel(
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            TAIL_D, TAIL_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
-            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH,
+            BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
     if LOOPS == 2 or LOOPS == 3:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -328,8 +333,8 @@ def attention_block_kernel(
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            TAIL_D, TAIL_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH, BAND,
-            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH,
+            BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
     if LOOPS >= 4:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -339,8 +344,8 @@ def attention_block_kernel(
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            TAIL_D, TAIL_DV, PRECISION, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH, BAND,
-            HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH,
+            BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
 
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----

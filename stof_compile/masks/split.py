@@ -316,7 +316,7 @@ class _Assembly:
         total = nodes[0] if len(nodes) == 1 else self._derived(("sum", *nodes), _sum_of, *nodes)
         shape = shape_of(total) or ()
         if not is_one(shape[-1]) or is_one(self._key_length()):
-            return total
+            return self._by_keys(total)
         axis = -1 if self.site.k_transposed else -2
         return self._derived(
             ("wide", total, self.site.k),
@@ -324,6 +324,27 @@ class _Assembly:
             total,
             self.site.k,
         )
+
+    def _by_keys(self, bias: Node) -> Node:
+        """The bias with keys side by side in memory, which kernels read as rows.
+
+        A table looked up by position has its heads there, as in T5: each value of a head then comes
+        with those of all others.
+        """
+        meta = tensor_meta(bias)
+        strides = () if meta is None else meta.stride()
+        if not strides or not isinstance(strides[-1], int) or strides[-1] in (0, 1):
+            return bias
+        shared = [dim for dim, stride in enumerate(strides) if isinstance(stride, int) and not stride]
+
+        def build(t: Any) -> Any:
+            copied = t
+            for dim in shared:
+                copied = copied.narrow(dim, 0, 1)
+            copied = copied.contiguous()
+            return copied.expand_as(t) if shared else copied
+
+        return self._derived(("by keys", bias), build, bias)
 
     def _empty_rows(self) -> Literal["zero", "nan", "mean", "unmasked"]:
         finite = {fill for fill in self.walk.fills if fill != float("-inf")}
