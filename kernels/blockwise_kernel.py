@@ -322,8 +322,8 @@ def attention_block_kernel(
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH,
-            BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS,
+            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
     if LOOPS == 2 or LOOPS == 3:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -333,8 +333,8 @@ def attention_block_kernel(
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS, PREFETCH,
-            BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS,
+            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
     if LOOPS >= 4:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -344,8 +344,8 @@ def attention_block_kernel(
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS, PREFETCH,
-            BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS,
+            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
         )  # fmt: skip
 
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----

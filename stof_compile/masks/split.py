@@ -335,7 +335,7 @@ class _Assembly:
         strides = () if meta is None else meta.stride()
         if not strides or not isinstance(strides[-1], int) or strides[-1] in (0, 1):
             return bias
-        shared = [dim for dim, stride in enumerate(strides) if isinstance(stride, int) and not stride]
+        shared = [dim for dim, n in enumerate(strides) if isinstance(n, int) and n == 0]
 
         def build(t: Any) -> Any:
             copied = t
