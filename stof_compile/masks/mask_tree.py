@@ -117,7 +117,8 @@ class MaskTree:
         name, static = operation(node), self.static
         if name in ZEROS or static.scalar(node) is not None:
             return  # one number for every score changes nothing
-        if static.is_static(node) and not static.is_symbolic(node):
+        whole = static.is_static(node) and not static.is_symbolic(node)
+        if whole and not static.too_large(node):  # a large one may have parts that are not
             self.sums.append(Leaf(node, axes, factor=factor))
             return
         if name == "add" and node.kwargs.get("alpha", 1) == 1:

@@ -109,6 +109,37 @@ def test_static_additive_mask_with_bias(parts):
     assert part.empty_rows == "nan"
 
 
+@pytest.mark.parametrize("width", [S, 5])
+def test_a_sum_too_large_to_evaluate_is_taken_apart(parts, monkeypatch, width):
+    """T5's cross-attention: zeros where a mask, expanded over the batch, keeps all."""
+    monkeypatch.setattr("stof_compile.static_values.ELEMENT_CAP", B * H * S * S - 1)
+
+    def mask():
+        q, k = positions()
+        keep = ((q - k).abs() < width)[None, None].expand(B, 1, S, S)
+        return torch.where(keep, torch.zeros(1, H, S, S), LOW)
+
+    part = parts(sdpa, mask)
+    assert part.bias is None and part.trivial == (width == S)
+    assert width == S or part.static.shape == (1, 1, S, S)
+
+
+@pytest.mark.parametrize("rows", [S, 1])
+@pytest.mark.parametrize("batch", [B, 1])
+def test_a_bias_with_its_heads_side_by_side_is_copied(parts, batch, rows):
+    """What the batch shares is copied once."""
+    bias = torch.randn(1, rows, S, H).permute(0, 3, 1, 2).expand(batch, H, rows, S)
+    copied = parts(sdpa, lambda bias: bias, bias).bias.meta["example_value"]
+    assert copied.shape == bias.shape and copied.stride()[1:] == (rows * S, S, 1)
+    assert batch == 1 or copied.stride(0) == 0
+
+
+def test_a_bias_of_rows_stays_as_it_is(parts):
+    bias = torch.randn(1, H, S, 2 * S)[..., :S]
+    part = parts(sdpa, lambda bias: bias, bias)
+    assert part.bias.op == "placeholder"
+
+
 def test_masks_through_every_shape_change(parts):
     def mask(pad):
         q, k = positions()
