@@ -183,9 +183,14 @@ def describe_site(site: SiteRecord) -> str:
 
 @torch.no_grad()
 def warm_cell(
-    cell: Cell, device: torch.device, paths: Paths, seed: int, only: Iterable[str] = ()
+    cell: Cell,
+    device: torch.device,
+    paths: Paths,
+    seed: int,
+    done: Iterable[tuple[str, str]] = (),
+    only: Iterable[str] = (),
 ) -> None:
-    """Compile every variant once beside other processes, so that the timed pass finds warm caches.
+    """Compile what :func:`run_cell` will, beside other processes, so that it finds warm caches.
 
     STOF's measured choices of this pass go to a store that nobody reads: they were taken on a busy
     GPU.
@@ -193,7 +198,10 @@ def warm_cell(
     generator = torch.Generator(device=device).manual_seed(seed)
     keep = dense_mask(cell, device) if cell.has_dense_mask else None
     inputs = make_inputs(cell, device, generator)
+    finished = set(done)
     for variant in chosen_variants(cell, device, only):
+        if (variant.peer, variant.name) in finished:
+            continue
         setup = Setup(
             cell, device, keep, paths.caches / f"warm-store-{cell.name.replace('/', '-')}"
         )

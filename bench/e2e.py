@@ -30,7 +30,7 @@ from attention import Paths
 from details import stof_detail
 from machine import conditions, version_of
 from models import model_names, model_work
-from results import append_row, log_event, read_rows, say
+from results import append_row, log_event, read_rows, say, settled_lines
 from roofline import load_ceilings
 from torch import Tensor
 from ways import Subject, Way, asked, chosen_ways, compile_model, make_subject
@@ -59,6 +59,8 @@ def e2e_units(args: argparse.Namespace) -> list[tuple[str, int]]:
     done: dict[str, set[str]] = {}
     for row in read_rows(args.out):
         done.setdefault(f"{row['model']}/{row['cell']}", set()).add(row["peer"])
+    for row in settled_lines(args.out):
+        done.setdefault(row["cell"], set()).add(row["peer"])
     units = []
     for model in model_names(args.model, args.smoke):
         for shape in wanted_shapes(args):
@@ -85,6 +87,7 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
     done = {
         row["peer"] for row in read_rows(args.out) if (row["model"], row["cell"]) == (model, shape)
     }
+    done |= {row["peer"] for row in settled_lines(args.out) if row["cell"] == args.worker}
     ways = [w for w in chosen_ways(device, model, shape, args.peers) if w.name not in done]
     subject = make_subject(model, shape, device, store, args.seed, answer=not warming)
     facts = {} if warming else _facts(subject, device, args.out)

@@ -103,10 +103,15 @@ def number(row: dict[str, str], field: str) -> float:
 
 
 def settled_lines(out: Path) -> list[dict[str, str]]:
-    """Lines of a log that another run would only repeat: peers missing, or with wrong outputs."""
+    """Lines of a log that another run would only repeat: peers that are missing, that give wrong
+    outputs or that Inductor cannot compile.
+    """
     return [
         row
         for row in read_rows(log_path(out))
         if row["kind"] == "missing"
-        or (row["kind"] == "incorrect" and not row["peer"].startswith("stof"))
+        or (
+            not row["peer"].startswith("stof")
+            and (row["kind"] == "incorrect" or row["reason"].startswith("InductorError"))
+        )
     ]

@@ -81,15 +81,8 @@ def _attention(args: argparse.Namespace, device: torch.device) -> None:
         else:
             done = [f"{r['form']}:{r['config']}" for r in rows if r["kernel"] == args.kernel]
             run_sweep(cell, device, paths, args.seed, args.kernel, axes, done)
-    elif args.warm_worker is not None:
-        warm_cell(cell, device, paths, args.seed, peers)
     else:
         over = [r for r in settled_lines(args.out) if r["cell"] == cell.name]
-        run_cell(
-            cell,
-            device,
-            paths,
-            args.seed,
-            [(r["peer"], r["variant"]) for r in (*rows, *over)],
-            peers,
-        )
+        done = [(r["peer"], r["variant"]) for r in (*rows, *over)]
+        run = run_cell if args.warm_worker is None else warm_cell
+        run(cell, device, paths, args.seed, done, peers)

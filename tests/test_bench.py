@@ -309,6 +309,36 @@ def test_rows_of_workers_side_by_side_have_one_header(driver, tmp_path):
     assert sorted(int(r["cell"]) for r in rows_of(out)) == list(range(40))
 
 
+def test_what_would_only_repeat_itself_is_not_run_again(driver, tmp_path):
+    from e2e import e2e_units
+    from results import log_event, settled_lines
+
+    args = given(tmp_path, cells="1x128", device="cpu", smoke=False, model="t5-base", peers=None)
+    where = (args.out, "t5-base/1x128")
+    left = dict(e2e_units(args))["t5-base/1x128"]
+    log_event(
+        *where, "flex-default", "t5-base", "error", "InductorError: ValueError: not comparable"
+    )
+    log_event(*where, "compile-default", "t5-base", "error", "OutOfMemoryError: another's")
+    log_event(*where, "stof-default", "t5-base", "error", "InductorError: ours to mend")
+    assert [row["peer"] for row in settled_lines(args.out)] == ["flex-default"]
+    assert dict(e2e_units(args))["t5-base/1x128"] == left - 1
+
+
+def test_only_what_will_be_timed_is_compiled_ahead(driver, tmp_path, monkeypatch):
+    import attention
+    import torch
+    from cases import GRIDS
+    from peers import chosen_variants
+
+    cell, compiled, device = GRIDS["smoke"][0], [], torch.device("cpu")
+    every = [(v.peer, v.name) for v in chosen_variants(cell, device, [])]
+    monkeypatch.setattr(attention.timing, "first_call", lambda *a: compiled.append(a))
+    paths = attention.Paths(tmp_path / "rows.csv", tmp_path)
+    attention.warm_cell(cell, device, paths, 1, done=every[1:])
+    assert len(compiled) == 1 < len(every)
+
+
 # -- columns ---------------------------------------------------------------------------------------
 
 
