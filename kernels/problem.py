@@ -320,7 +320,8 @@ def _check_bias(bias: Tensor | None, q: Tensor, k_len: int) -> Tensor | None:
         return None
     _require(bias.is_floating_point(), "bias must be a float tensor", bias.dtype)
     _require(bias.dim() <= 4, "bias must have at most 4 dimensions", tuple(bias.shape))
-    bias = bias[(None,) * (4 - bias.dim())]
+    if bias.dim() < 4:  # to Inductor an index is a copy, even one of nothing: once for each layer
+        bias = bias[(None,) * (4 - bias.dim())]
     full = (q.shape[0], q.shape[1], q.shape[2], k_len)
     _require(
         all(size in (1, wanted) for size, wanted in zip(bias.shape, full, strict=True)),

@@ -56,6 +56,9 @@ def test_views_are_taken_without_a_copy():
     assert [t.data_ptr() for t in (found.q, found.k, found.v)] == [t.data_ptr() for t in packed]
     assert found.vec == 4
     assert problem(q=torch.randn(2, 4, 16, 40).transpose(2, 3)).q.is_contiguous()
+    bias = torch.randn(1, 4, 40, 50)
+    assert problem(bias=bias).bias is bias  # Inductor would copy what is indexed
+    assert problem(bias=bias[0]).bias.shape == bias.shape
     odd = torch.randn(2, 4, 40, 18)
     assert problem(q=odd, k=torch.randn(2, 2, 50, 18), v=K).vec == 1
 
