@@ -21,6 +21,7 @@ from stof_compile.device import device_facts
 from stof_compile.emit import has_autocast
 from stof_compile.errors import StofOptionError
 from stof_compile.fold_transpose import fold_transposes
+from stof_compile.fusion.beside import Neighbours
 from stof_compile.fusion.chain import OpChain, find_chains
 from stof_compile.fusion.legality import segment_refusal
 from stof_compile.fusion.op_list import op_list, span
@@ -192,7 +193,7 @@ class Fusion:
         packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
         prepare_packs(gm, packs, self._context)
         prepare_rotations(_packed_rotations(gm, facts, packs), self._context)
-        _, tuners = self._tuners(gm, facts)
+        _, tuners, _ = self._tuners(gm, facts)
         for tuner in tuners:
             tuner.compile_ahead()
 
@@ -269,22 +270,24 @@ class Fusion:
 
     def _tuners(
         self, gm: GraphModule, facts: CaptureFacts
-    ) -> tuple[dict[str, list[OpChain]], list[ChainTuner]]:
-        """The chains of a graph by key, and a tuner for each, the heaviest first."""
-        if not self._templates:
-            return {}, []
+    ) -> tuple[dict[str, list[OpChain]], list[ChainTuner], Neighbours]:
+        """The chains of a graph by key, a tuner for each, the heaviest first, and what stands
+        beside their ops.
+        """
         alike: dict[str, list[OpChain]] = {}
-        for chain in find_chains(gm, facts):
+        chains = find_chains(gm, facts) if self._templates else []
+        beside = Neighbours(gm, chains)
+        for chain in chains:
             alike.setdefault(chain_key(chain), []).append(chain)
         tuners = [
-            ChainTuner(gm, places[0], partial(_legality, places[0], gm, facts), self._context)
-            for places in sorted(alike.values(), key=lambda places: -_weight(places))
+            ChainTuner(gm, p[0], partial(_refusal, p[0], gm, facts, beside), self._context)
+            for p in sorted(alike.values(), key=lambda places: -_weight(places))
         ]
-        return alike, tuners
+        return alike, tuners, beside
 
     def _fuse_chains(self, result: FusionResult) -> None:
         gm, ctx = self._gm, self._context
-        alike, tuners = self._tuners(gm, self._facts)
+        alike, tuners, beside = self._tuners(gm, self._facts)
         for tuner in tuners:
             tuner.compile_ahead()
         # each chain has its share of the time that is left
@@ -302,11 +305,11 @@ class Fusion:
         calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
         for key, places in alike.items():
             for chain in places if key in result.chains else ():
-                calls += self._calls(chain, result.chains[key])
+                calls += self._calls(chain, result.chains[key], beside)
         result.segments = rewrite_segments(gm, calls)
 
     def _calls(
-        self, chain: OpChain, chosen: ChainPlan
+        self, chain: OpChain, chosen: ChainPlan, beside: Neighbours
     ) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
         """The calls that replace the segments of one occurrence of a chain."""
         gm = self._gm
@@ -317,7 +320,7 @@ class Fusion:
             if segment.template == LIBRARY:
                 continue
             start, stop = span(ops, segment.start, segment.stop)
-            reason = segment_refusal(chain, start, stop, gm, self._facts)
+            reason = _refusal(chain, gm, self._facts, beside, start, stop)
             recipe = read_recipe(gm, chain, start, stop)
             if reason is not None or not isinstance(recipe, Recipe):
                 logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
@@ -345,10 +348,12 @@ def _packed_rotations(gm: GraphModule, facts: CaptureFacts, packs: Sequence[Pack
     return list({recipe.key: recipe for recipe in recipes}.values())
 
 
-def _legality(
-    chain: OpChain, gm: GraphModule, facts: CaptureFacts, start: int, stop: int
+def _refusal(
+    chain: OpChain, gm: GraphModule, facts: CaptureFacts, beside: Neighbours, start: int, stop: int
 ) -> str | None:
-    return segment_refusal(chain, start, stop, gm, facts)
+    """Why ops of a chain are no kernel of ours: they may not be one, or had better not."""
+    reason = segment_refusal(chain, start, stop, gm, facts)
+    return reason or beside.claim(chain, start, stop)
 
 
 def _weight(places: Sequence[OpChain]) -> float:
