@@ -96,7 +96,8 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
         return
     for way in ways:
         where = (args.out, args.worker, way.name, model)
-        with timing.own_caches(args.caches, f"e2e-{way.name}", subject.setup.store):
+        peer = "stof" if way.attention == "stof" else way.name
+        with timing.own_caches(args.caches, f"e2e-{peer}", subject.setup.store):
             try:
                 row = _run_way(asked(way, args), subject, where, device)
             except (
