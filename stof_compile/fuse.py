@@ -193,7 +193,7 @@ class Fusion:
         packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
         prepare_packs(gm, packs, self._context)
         prepare_rotations(_packed_rotations(gm, facts, packs), self._context)
-        _, tuners, _ = self._tuners(gm, facts)
+        _, tuners = self._tuners(gm, facts)
         for tuner in tuners:
             tuner.compile_ahead()
 
@@ -270,24 +270,29 @@ class Fusion:
 
     def _tuners(
         self, gm: GraphModule, facts: CaptureFacts
-    ) -> tuple[dict[str, list[OpChain]], list[ChainTuner], Neighbours]:
-        """The chains of a graph by key, a tuner for each, the heaviest first, and what stands
-        beside their ops.
-        """
+    ) -> tuple[dict[str, list[OpChain]], list[ChainTuner]]:
+        """The chains of a graph by key, and a tuner for each, the heaviest first."""
         alike: dict[str, list[OpChain]] = {}
         chains = find_chains(gm, facts) if self._templates else []
         beside = Neighbours(gm, chains)
+        claimed = {}
         for chain in chains:
-            alike.setdefault(chain_key(chain), []).append(chain)
+            claims = beside.claimed(chain)
+            key = chain_key(chain, claims)
+            alike.setdefault(key, []).append(chain)
+            claimed[key] = claims
         tuners = [
-            ChainTuner(gm, p[0], partial(_refusal, p[0], gm, facts, beside), self._context)
-            for p in sorted(alike.values(), key=lambda places: -_weight(places))
-        ]
-        return alike, tuners, beside
+            ChainTuner(
+                gm, alike[key][0], partial(_legality, alike[key][0], gm, facts), self._context,
+                claimed[key],
+            )
+            for key in sorted(alike, key=lambda key: -_weight(alike[key]))
+        ]  # fmt: skip
+        return alike, tuners
 
     def _fuse_chains(self, result: FusionResult) -> None:
         gm, ctx = self._gm, self._context
-        alike, tuners, beside = self._tuners(gm, self._facts)
+        alike, tuners = self._tuners(gm, self._facts)
         for tuner in tuners:
             tuner.compile_ahead()
         # each chain has its share of the time that is left
@@ -305,11 +310,11 @@ class Fusion:
         calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
         for key, places in alike.items():
             for chain in places if key in result.chains else ():
-                calls += self._calls(chain, result.chains[key], beside)
+                calls += self._calls(chain, result.chains[key])
         result.segments = rewrite_segments(gm, calls)
 
     def _calls(
-        self, chain: OpChain, chosen: ChainPlan, beside: Neighbours
+        self, chain: OpChain, chosen: ChainPlan
     ) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
         """The calls that replace the segments of one occurrence of a chain."""
         gm = self._gm
@@ -320,7 +325,7 @@ class Fusion:
             if segment.template == LIBRARY:
                 continue
             start, stop = span(ops, segment.start, segment.stop)
-            reason = _refusal(chain, gm, self._facts, beside, start, stop)
+            reason = segment_refusal(chain, start, stop, gm, self._facts)
             recipe = read_recipe(gm, chain, start, stop)
             if reason is not None or not isinstance(recipe, Recipe):
                 logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
@@ -348,12 +353,10 @@ def _packed_rotations(gm: GraphModule, facts: CaptureFacts, packs: Sequence[Pack
     return list({recipe.key: recipe for recipe in recipes}.values())
 
 
-def _refusal(
-    chain: OpChain, gm: GraphModule, facts: CaptureFacts, beside: Neighbours, start: int, stop: int
+def _legality(
+    chain: OpChain, gm: GraphModule, facts: CaptureFacts, start: int, stop: int
 ) -> str | None:
-    """Why ops of a chain are no kernel of ours: they may not be one, or had better not."""
-    reason = segment_refusal(chain, start, stop, gm, facts)
-    return reason or beside.claim(chain, start, stop)
+    return segment_refusal(chain, start, stop, gm, facts)
 
 
 def _weight(places: Sequence[OpChain]) -> float:

@@ -28,52 +28,52 @@ class Neighbours:
         self._homes = {
             name: (c, i) for c in chains for i, op in enumerate(c.ops) for name in op.nodes
         }
+        self._left: dict[Node, bool] = {}
 
-    def claim(self, chain: OpChain, start: int, stop: int) -> str | None:
-        """Why a segment of memory-intensive ops should be no kernel of ours; None if it may be one.
+    def claimed(self, chain: OpChain) -> frozenset[int]:
+        """The ops of a chain, by number, that should be in no kernel of ours without a product.
 
-        Beside an op that no template takes, Inductor computes it in the same kernel, and what
+        Beside an op that no template takes, Inductor computes them in the same kernel, and what
         passes between the two never goes through memory. A kernel of ours takes them apart: it can
         be the faster one alone and make the graph slower, as a norm behind T5's ``clamp`` does.
 
         Args:
-            chain: one of the chains. start, stop: its ops ``start <= i < stop``.
+            chain: one of the chains.
         """
-        ops = chain.ops[start:stop]
-        if any(op.kind.compute_intensive for op in ops):
-            return None
-        inside = {name for op in ops for name in op.nodes}
-        sources = [
-            s for n in inside for s in self._nodes[n].all_input_nodes if s.name not in inside
-        ]
-        for node in (*_made_by(sources), *_read_by(self._nodes[ops[-1].name])):
-            kind = op_kind(node)
-            if kind is None or kind.family not in JOINED or node.name not in self._homes:
-                continue  # what is in no chain is a constant or an op unknown here
-            home, place = self._homes[node.name]
-            if not isinstance(read_recipe(self._gm, home, place, place + 1), Recipe):
-                return f"Inductor computes it together with '{node.name}' ({kind.name})"
-        return None
+        return frozenset(
+            number
+            for number, op in enumerate(chain.ops)
+            if not op.kind.compute_intensive
+            and op.kind.family != "view"
+            and any(map(self._is_left, _beside(self._nodes[op.name])))
+        )
+
+    def _is_left(self, node: Node) -> bool:
+        """Whether an op is Inductor's for sure, and one that it joins with others."""
+        if node not in self._left:
+            kind, home = op_kind(node), self._homes.get(node.name)
+            left = kind is not None and kind.family in JOINED and home is not None
+            if left and home is not None:  # in no chain: a constant, or an op unknown here
+                chain, place = home
+                left = not isinstance(read_recipe(self._gm, chain, place, place + 1), Recipe)
+            self._left[node] = left
+        return self._left[node]
 
 
-def _made_by(values: Iterable[Node]) -> Iterator[Node]:
-    """The ops that made values, views left out."""
-    for made in values:
-        node = made
-        while _is_view(node):
-            node = node.all_input_nodes[0]
-        yield node
-
-
-def _read_by(value: Node) -> Iterator[Node]:
-    """The ops that read a value, views left out."""
-    waiting = list(value.users)
+def _beside(node: Node) -> Iterator[Node]:
+    """The ops that made what an op reads, and those that read its result; views left out."""
+    for made in node.all_input_nodes:
+        source = made
+        while _is_view(source):
+            source = source.all_input_nodes[0]
+        yield source
+    waiting = list(node.users)
     while waiting:
-        node = waiting.pop()
-        if _is_view(node):
-            waiting.extend(node.users)
+        reader = waiting.pop()
+        if _is_view(reader):
+            waiting.extend(reader.users)
         else:
-            yield node
+            yield reader
 
 
 def _is_view(node: Node) -> bool:

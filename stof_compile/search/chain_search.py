@@ -61,10 +61,17 @@ class ChainSearch:
         for part in fitting:
             scheme = Scheme.from_hex(part, len(self._at.ops))
             merged = [s for s in scheme.segments if s[1] - s[0] > 1]
-            if all(self._at.refusal(s) is None for s in merged):
+            if all(self._can_be_forced(s) for s in merged):
                 choices = self._rule_choices(scheme)
                 return self._plan(scheme, choices, "forced", f"fusion={code!r} was asked for")
         return None
+
+    def _can_be_forced(self, place: Span) -> bool:
+        """Whether a segment can be one kernel, be it that Inductor would do better."""
+        recipe = self._at.recipe(place)
+        if self._at.illegal(place) or not isinstance(recipe, Recipe):
+            return False
+        return self._at.has_library(place) or self._bench.first(recipe) is not None
 
     def searched(self) -> ChainPlan:
         """The scheme and the configs that the search finds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch.fx import GraphModule
 
@@ -30,6 +30,7 @@ class ChainSegments:
     Args:
         gm, chain, ops: the chain and its op list. legality: (start, stop) of ops of the chain ->
             why they cannot be one kernel. ctx: what the chains of a compile share.
+        claimed: ops of the chain that Inductor joins with what stands beside them.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class ChainSegments:
         ops: tuple[ListedOp, ...],
         legality: Callable[[int, int], str | None],
         ctx: TuningContext,
+        claimed: Collection[int] = (),
     ) -> None:
+        self._claimed = frozenset(claimed)
         self._gm, self._chain, self.ops, self._legality, self.ctx = gm, chain, ops, legality, ctx
         self._bench = ctx.bench
         self._recipes: dict[Span, Recipe | str] = {}
@@ -76,13 +79,15 @@ class ChainSegments:
         return fingerprint(self._chain, *span(self.ops, *place))
 
     def refusal(self, place: Span) -> str | None:
-        """Why a segment of several ops cannot be one kernel."""
+        """Why a segment of several ops cannot be one kernel, or had better not."""
         reason = self.illegal(place)
         if reason:
             return reason
         recipe = self.recipe(place)
         if isinstance(recipe, str):
             return recipe
+        if self._belongs_to_inductor(place):
+            return "Inductor joins it with what stands beside it"
         if not self.space(place) and not self.has_library(place):
             return "no template accepts it"
         return None
@@ -91,6 +96,12 @@ class ChainSegments:
         """Why a segment cannot be one kernel in this graph; empty when it can."""
         start, stop = span(self.ops, *place)
         return self._legality(start, stop) or ""
+
+    def _belongs_to_inductor(self, place: Span) -> bool:
+        """Whether a segment has no product, and an op that Inductor joins with its neighbours."""
+        if any(op.compute_intensive for op in self.ops[slice(*place)]):
+            return False
+        return not self._claimed.isdisjoint(range(*span(self.ops, *place)))
 
     def has_library(self, place: Span) -> bool:
         """Whether the segment as it is would be one kernel: a single op, or memory-intensive ops
@@ -112,7 +123,8 @@ class ChainSegments:
         """Candidates of the templates that accept a segment."""
         if place not in self._spaces:
             recipe = self.recipe(place)
-            usable = isinstance(recipe, Recipe) and not self.illegal(place)
+            usable = isinstance(recipe, Recipe) and not self._belongs_to_inductor(place)
+            usable = usable and not self.illegal(place)
             self._spaces[place] = self._bench.candidates(recipe) if usable else []  # type: ignore[arg-type]
         return self._spaces[place]
 

@@ -8,7 +8,7 @@ the result is measured once more against the initial scheme, in turns, before it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -29,9 +29,12 @@ log = logging.getLogger("stof_compile")
 STORE_KIND = "chains"
 
 
-def chain_key(chain: OpChain) -> str:
-    """The exact key of a whole chain, and of how fp32 matrices are multiplied."""
-    return f"{segment_key(chain, 0, len(chain))} {fp32_products()}"
+def chain_key(chain: OpChain, claimed: Collection[int] = ()) -> str:
+    """The exact key of a whole chain, of how fp32 matrices are multiplied, and of the ops that are
+    ``claimed`` by what stands beside them.
+    """
+    beside = f" beside {','.join(map(str, sorted(claimed)))}" if claimed else ""
+    return f"{segment_key(chain, 0, len(chain))} {fp32_products()}{beside}"
 
 
 class ChainTuner:
@@ -39,6 +42,7 @@ class ChainTuner:
 
     Args:
         legality: (start, stop) of ops of the chain -> why they cannot be one kernel.
+        claimed: ops that Inductor joins with what stands beside them (``fusion.beside``).
     """
 
     def __init__(
@@ -47,10 +51,11 @@ class ChainTuner:
         chain: OpChain,
         legality: Callable[[int, int], str | None],
         ctx: TuningContext,
+        claimed: Collection[int] = (),
     ) -> None:
         ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
-        self.key = chain_key(chain)
-        self._segments = ChainSegments(gm, chain, ops, legality, ctx)
+        self.key = chain_key(chain, claimed)
+        self._segments = ChainSegments(gm, chain, ops, legality, ctx, claimed)
         self._search = ChainSearch(self._segments)
         self._ctx = ctx
 

@@ -188,6 +188,23 @@ def test_what_failed_is_no_contender(mlp, monkeypatch):
     assert segments.contenders(place, 1.15, 4) == []
 
 
+def test_what_inductor_joins_with_its_neighbours_is_ours_with_a_product_only(mlp):
+    graph, chain = mlp  # linear gelu linear residual_add layer_norm
+    fake = FakeBench(TrialTable(None), [0.0])
+    fake.budget = Budget(1000.0, clock=lambda: 0.0)
+    ctx = TuningContext(fake, fake.budget, 1000.0)
+    tuners = [ChainTuner(graph.gm, chain, lambda a, b: None, ctx, ops) for ops in ((), (4,))]
+    assert tuners[0].key == chain_key(chain) != tuners[1].key == chain_key(chain, [4])
+    free, claimed = (tuner._segments for tuner in tuners)
+    assert free.space((3, 5)) and not claimed.space((3, 5)) and claimed.has_library((3, 5))
+    assert free.refusal((3, 5)) is None and "Inductor" in claimed.refusal((3, 5))
+    assert claimed.space((2, 5)) == free.space((2, 5)) and claimed.refusal((2, 5)) is None
+    ctx.forced = "07"  # 00111: linear gelu | linear residual_add layer_norm
+    assert bound(tuners[1].choose())[1] == (2, 5, "fake")
+    ctx.forced = "04"  # 00100: linear gelu | linear | residual_add layer_norm
+    assert bound(tuners[1].choose())[-1] == (3, 5, "fake"), "what was asked for is done"
+
+
 def test_finals_that_would_take_too_long_are_left_out(mlp, monkeypatch):
     """Nothing looks at the clock inside of a comparison."""
     asked = []
