@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch.fx import GraphModule, Node
 
 from stof_compile.fusion.chain import OpChain
-from stof_compile.fusion.op_kind import Family, op_kind
+from stof_compile.fusion.op_kind import Family, OpKind
 from stof_compile.fusion.read_recipe import read_recipe
 from stof_compile.fusion.recipe import Recipe
 
@@ -19,16 +19,27 @@ class Neighbours:
     """What stands beside the ops of a graph.
 
     Args:
-        gm: a graph, unchanged while this is asked. chains: all of it.
+        gm: a graph. chains: all of it.
     """
 
     def __init__(self, gm: GraphModule, chains: Iterable[OpChain]) -> None:
-        self._gm = gm
         self._nodes = {node.name: node for node in gm.graph.nodes}
         self._homes = {
             name: (c, i) for c in chains for i, op in enumerate(c.ops) for name in op.nodes
         }
-        self._left: dict[Node, bool] = {}
+        self._left: set[Node] = set()  # ops that are Inductor's for sure
+        for node in gm.graph.nodes:  # in order: what an op reads comes before it
+            kind = self._kind(node)
+            if kind is None or kind.compute_intensive or kind.family == "view":
+                continue  # in no chain: a constant, or an op unknown here
+            if kind.family in JOINED:
+                chain, place = self._homes[node.name]
+                left = not isinstance(read_recipe(gm, chain, place, place + 1), Recipe)
+            else:
+                left = not self._left.isdisjoint(self._made_by(node))
+                left = left and not self._is_epilogue(node)
+            if left:
+                self._left.add(node)
 
     def claimed(self, chain: OpChain) -> frozenset[int]:
         """The ops of a chain, by number, that should be in no kernel of ours without a product.
@@ -45,37 +56,38 @@ class Neighbours:
             for number, op in enumerate(chain.ops)
             if not op.kind.compute_intensive
             and op.kind.family != "view"
-            and any(map(self._is_left, _beside(self._nodes[op.name])))
+            and not self._is_epilogue(self._nodes[op.name])
+            and not self._left.isdisjoint(self._beside(self._nodes[op.name]))
         )
 
-    def _is_left(self, node: Node) -> bool:
-        """Whether an op is Inductor's for sure, and one that it joins with others."""
-        if node not in self._left:
-            kind, home = op_kind(node), self._homes.get(node.name)
-            left = kind is not None and kind.family in JOINED and home is not None
-            if left and home is not None:  # in no chain: a constant, or an op unknown here
-                chain, place = home
-                left = not isinstance(read_recipe(self._gm, chain, place, place + 1), Recipe)
-            self._left[node] = left
-        return self._left[node]
+    def _kind(self, node: Node) -> OpKind | None:
+        home = self._homes.get(node.name)
+        return None if home is None else home[0].ops[home[1]].kind
 
+    def _is_view(self, node: Node) -> bool:
+        kind = self._kind(node)
+        return kind is not None and kind.family == "view"
 
-def _beside(node: Node) -> Iterator[Node]:
-    """The ops that made what an op reads, and those that read its result; views left out."""
-    for made in node.all_input_nodes:
-        source = made
-        while _is_view(source):
-            source = source.all_input_nodes[0]
-        yield source
-    waiting = list(node.users)
-    while waiting:
-        reader = waiting.pop()
-        if _is_view(reader):
-            waiting.extend(reader.users)
-        else:
-            yield reader
+    def _is_epilogue(self, node: Node) -> bool:
+        """Whether an op reads a product, which it can be in one kernel with."""
+        kinds = map(self._kind, self._made_by(node))
+        return any(kind is not None and kind.compute_intensive for kind in kinds)
 
+    def _made_by(self, node: Node) -> Iterator[Node]:
+        """The ops that made what an op reads, views left out."""
+        for made in node.all_input_nodes:
+            source = made
+            while self._is_view(source):
+                source = source.all_input_nodes[0]
+            yield source
 
-def _is_view(node: Node) -> bool:
-    kind = op_kind(node)
-    return kind is not None and kind.family == "view"
+    def _beside(self, node: Node) -> Iterator[Node]:
+        """The same, and the ops that read its result."""
+        yield from self._made_by(node)
+        waiting = list(node.users)
+        while waiting:
+            reader = waiting.pop()
+            if self._is_view(reader):
+                waiting.extend(reader.users)
+            else:
+                yield reader

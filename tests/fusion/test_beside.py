@@ -22,9 +22,16 @@ CASES = {
     "a norm behind a clamp": (lambda x, w: F.linear(norm(clamped(x, w)), w), True),
     "views in between": (lambda x, w: norm(clamped(x, w).view(16, 16)) @ w, True),
     "a norm in front of where": (
-        lambda x, w: torch.where(x > 0, norm(F.linear(x, w)).view(2, 8, 16), w[0]), True
+        lambda x, w: torch.where(x > 0, norm(torch.relu(x)).view(2, 8, 16), w[0]), True
     ),
     "behind embeddings": (lambda x, w: norm(F.embedding(torch.arange(3), w)) @ w, True),
+    "behind their sum": (
+        lambda x, w: norm(F.embedding(torch.arange(3), w) + F.embedding(torch.arange(3), x[0])) @ w,
+        True,
+    ),
+    "behind a product's sum": (
+        lambda x, w: norm(F.linear(F.embedding(torch.arange(3), w), w) + w[:3]), False
+    ),
     "behind a product": (lambda x, w: norm(F.linear(x, w)), False),
     "with a residual": (lambda x, w: norm(F.linear(x, w) + x), False),
     "behind what a template takes": (lambda x, w: norm(torch.relu(x)) @ w, False),
@@ -41,10 +48,17 @@ def test_norms(capture, case):
     assert (at in claims) == claimed
 
 
-def test_products_are_never_claimed(capture):
+def test_what_reads_a_product_is_not_claimed(capture):
     graph = capture(lambda x, w: clamped(F.linear(x, w) + x, w), X, W)
     chain = graph.chain_with("linear")
-    names = [
-        chain.ops[i].kind.name for i in sorted(Neighbours(graph.gm, graph.chains).claimed(chain))
-    ]
-    assert "residual_add" in names and "linear" not in names
+    claimed = Neighbours(graph.gm, graph.chains).claimed(chain)
+    names = [op.kind.name for i, op in enumerate(chain.ops) if i in claimed]
+    assert not {"linear", "residual_add"} & set(names)
+
+
+def test_equal_layers_have_equal_claims(bert):
+    """Whatever the first of them reads: here the embeddings, with a norm between."""
+    graph = bert(3)
+    beside = Neighbours(graph.gm, graph.chains)
+    layers = [chain for chain in graph.chains if len(chain) > 1]
+    assert len(layers) > 3 and not any(map(beside.claimed, layers[1:]))
