@@ -102,6 +102,10 @@ class StaticValues:
             return False
         return None
 
+    def is_written(self, node: Node) -> bool:
+        """Whether the graph writes to the memory of a value, which then has several contents."""
+        return storage_base(node) in self._written_bases()
+
     def _written_bases(self) -> set[Node]:
         if self._written is None:
             self._written = {base for _, base in mutations(self.graph)}

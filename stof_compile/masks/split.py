@@ -241,8 +241,13 @@ class _Assembly:
     # -- nodes -------------------------------------------------------------------------------------
 
     def _derived(self, key: tuple[Any, ...], build: Callable[..., Any], *nodes: Node) -> Node:
-        """A node made from others, written once and shared between sites."""
+        """A node made from others, written once and shared between sites.
+
+        Each site has its own where the graph writes to one of the others, maybe between them.
+        """
         known = self.facts.static.derived
+        if any(map(self.facts.static.is_written, nodes)):
+            key = (*key, self.site.output)
         if key not in known or known[key]._erased:
             anchor = self.site.softmax or self.site.output  # every mask node stands in front of it
             (known[key],) = emit(self.gm.graph, anchor, self.site.output, build, *nodes)

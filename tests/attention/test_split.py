@@ -134,6 +134,30 @@ def test_a_bias_with_its_heads_side_by_side_is_copied(parts, batch, rows):
     assert batch == 1 or copied.stride(0) == 0
 
 
+@pytest.mark.parametrize("heads_last", [False, True])
+@pytest.mark.parametrize(
+    "bias", [lambda b, c: b, lambda b, c: b + c, lambda b, c: 2 * b], ids=["b", "sum", "product"]
+)
+@pytest.mark.parametrize("attend", [sdpa, eager])
+def test_a_bias_that_changes_between_two_sites(attend, bias, heads_last):
+    """What is made of it for one site is not what the other one reads."""
+    shape = (1, S, S, H) if heads_last else (1, H, S, S)
+    b, c = torch.randn(2, *shape)
+    b, c = (t.permute(0, 3, 1, 2) for t in (b, c)) if heads_last else (b, c)
+
+    def fn(q, k, v, b, c):
+        first = attend(q, k, v, bias(b, c))
+        b.add_(torch.arange(S))
+        return first, attend(q, k, v, bias(b, c))
+
+    torch._dynamo.reset()
+    operands = torch.randn(3, B, H, S, D).unbind()
+    options = {"tune_budget_s": 0, "attention": "gather"}
+    compiled = torch.compile(fn, backend="stof", options=options)
+    found, wanted = compiled(*operands, b.clone(), c), fn(*operands, b.clone(), c)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_a_bias_of_rows_stays_as_it_is(parts):
     bias = torch.randn(1, H, S, 2 * S)[..., :S]
     part = parts(sdpa, lambda bias: bias, bias)
