@@ -265,13 +265,13 @@ def rules():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", rules())
-@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 88, 96, 128])
 @pytest.mark.parametrize(("group", "dtype"), [(1, HALF), (4, BRAIN)])
 @pytest.mark.parametrize("programs", [1, 2, 3])
 def test_gpu(rule, head_dim, group, dtype, programs, monkeypatch):
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a Hopper GPU")
-    if head_dim > 64 and programs == 3:
+    if head_dim > 96 and programs == 3:
         pytest.skip("its tiles do not fit the memory three times")
     batch, heads, length = 2, 4, 330
     device = torch.device("cuda")
