@@ -289,6 +289,7 @@ def test_gpu(rule, head_dim, group, dtype, programs, monkeypatch):
     for number in range(6):
         return_lse = number % 2 == 0
         packed = torch.randn(batch, length, heads, head_dim, device=device, dtype=dtype)
+        packed *= 16 if number > 2 else 1  # maxima that grow beyond the slack, tile after tile
         q = packed.transpose(1, 2)  # strided, as models have it
         k, v = torch.randn(2, batch, heads // group, length, head_dim, device=device, dtype=dtype)
         expected, expected_lse = attention_reference(
