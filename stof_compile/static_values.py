@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import _get_qualified_name, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stof_compile.between import has_effects, region_states
 from stof_compile.node_ops import RANDOM, is_inplace, mutations, raw_name, storage_base, tensor_meta
 
 ELEMENT_CAP = (
@@ -101,6 +103,11 @@ class StaticValues:
         if name == "dropout" or name.startswith("_enter") or name.startswith("_exit"):
             return False
         return None
+
+    @cached_property
+    def is_eventful(self) -> bool:
+        """Whether the graph writes to memory that is not its own, or switches modes on the way."""
+        return has_effects(self.graph) or len(set(region_states(self.graph).values())) > 1
 
     def is_written(self, node: Node) -> bool:
         """Whether the graph writes to the memory of a value, which then has several contents."""

@@ -243,10 +243,11 @@ class _Assembly:
     def _derived(self, key: tuple[Any, ...], build: Callable[..., Any], *nodes: Node) -> Node:
         """A node made from others, written once and shared between sites.
 
-        Each site has its own where the graph writes to one of the others, maybe between them.
+        Each site has its own where the graph writes to one of the others, maybe between them and
+        through an alias, or switches gradients or another mode.
         """
         known = self.facts.static.derived
-        if any(map(self.facts.static.is_written, nodes)):
+        if self.facts.static.is_eventful or any(map(self.facts.static.is_written, nodes)):
             key = (*key, self.site.output)
         if key not in known or known[key]._erased:
             anchor = self.site.softmax or self.site.output  # every mask node stands in front of it

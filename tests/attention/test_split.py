@@ -158,6 +158,36 @@ def test_a_bias_that_changes_between_two_sites(attend, bias, heads_last):
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_a_bias_keeps_its_gradient_behind_a_site_without():
+    def fn(q, k, v, bias):
+        with torch.no_grad():
+            first = sdpa(q, k, v, bias)
+        return first, sdpa(q.sin(), k, v, bias)
+
+    table = torch.randn(1, S, S, H, requires_grad=True)
+    operands = torch.randn(3, B, H, S, D).requires_grad_().unbind()
+    gradients = []
+    for call in (fn, torch.compile(fn, backend="stof", options={"tune_budget_s": 0})):
+        out = call(*operands, table.permute(0, 3, 1, 2))[1]
+        gradients += torch.autograd.grad(out.square().sum(), table)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_bias_that_changes_through_an_alias():
+    def fn(q, k, v, bias, row):
+        first = sdpa(q, k, v, bias)
+        row.mul_(3.0)
+        return first, sdpa(q, k, v, bias)
+
+    table, operands = torch.randn(1, S, S, H), torch.randn(3, B, H, S, D).unbind()
+    options = {"tune_budget_s": 0, "attention": "gather"}
+    found = []
+    for call in (fn, torch.compile(fn, backend="stof", options=options)):
+        own = table.clone()
+        found.append(call(*operands, own.permute(0, 3, 1, 2), own[0]))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
 def test_a_bias_of_rows_stays_as_it_is(parts):
     bias = torch.randn(1, H, S, 2 * S)[..., :S]
     part = parts(sdpa, lambda bias: bias, bias)
