@@ -10,7 +10,13 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from stof_compile.node_ops import argument, is_inplace, raw_name, storage_base
+from stof_compile.node_ops import (
+    argument,
+    is_inplace,
+    raw_name,
+    storage_base,
+    written_arguments,
+)
 
 REGION_ENTERS = frozenset({"_enter_autocast", "_enter_inference_mode"})
 REGION_EXITS = frozenset({"_exit_autocast", "_exit_inference_mode"})
@@ -25,9 +31,7 @@ BARRIERS = (
 def written_by(node: Node) -> tuple[Node, ...] | None:
     """Bases of the memory a node writes; empty when it writes none, None when it may write any."""
     if is_inplace(node):
-        target = node.kwargs.get("out") or (node.args[0] if node.args else None)
-        targets = target if isinstance(target, list | tuple) else (target,)
-        return tuple(storage_base(t) for t in targets if isinstance(t, Node))
+        return tuple(storage_base(target) for target in written_arguments(node))
     return None if _may_write_any(node) else ()
 
 

@@ -37,7 +37,9 @@ VIEWS = (
             "unflatten", "detach", "movedim", "diagonal", "as_strided", "view_as", "expand_as",
             "reshape_as", "broadcast_to", "tensor_split", "ravel", "t", "mT", "T", "dropout",
             "unfold", "positive", "alias", "requires_grad_", "data", "cpu", "cuda",
-            "index_select_view", "_get_data_attr",
+            "index_select_view", "_get_data_attr", "real", "imag", "view_as_real",
+            "view_as_complex", "adjoint", "mH", "H", "hsplit", "vsplit", "dsplit", "unsafe_split",
+            "unsafe_chunk", "resolve_conj", "resolve_neg", "byte", "char", "short",
         }
     )
     | CASTS
@@ -233,11 +235,36 @@ def storage_base(node: Node) -> Node:
 def mutations(graph: Graph) -> Iterator[tuple[Node, Node]]:
     """Every writing node with the base of the memory it writes, in graph order."""
     for node in graph.nodes:
-        if is_inplace(node):
-            written = node.kwargs.get("out") or (node.args[0] if node.args else None)
-            for target in written if isinstance(written, list | tuple) else (written,):
-                if isinstance(target, Node):
-                    yield node, storage_base(target)
+        for target in written_arguments(node):
+            yield node, storage_base(target)
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """Arguments whose memory a call writes: by its name, its schema, or as a Triton kernel, which
+    may write any."""
+    if is_inplace(node):
+        return _nodes_in(node.kwargs.get("out") or (node.args[0] if node.args else None))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        writes = str(node.target._name).startswith("triton_kernel_wrapper")
+        return list(node.all_input_nodes) if writes else []
+    overload = node.target
+    if isinstance(overload, torch._ops.OpOverloadPacket) and len(overload.overloads()) == 1:
+        overload = getattr(overload, overload.overloads()[0])
+    if isinstance(overload, torch._ops.OpOverloadPacket):
+        schemas = (getattr(overload, name)._schema for name in overload.overloads())
+        return list(node.all_input_nodes) if any(s.is_mutable for s in schemas) else []
+    if not isinstance(overload, torch._ops.OpOverload) or not overload._schema.is_mutable:
+        return []
+    written = []
+    for i, declared in enumerate(overload._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            written += _nodes_in(argument(node, i, declared.name))
+    return written
+
+
+def _nodes_in(value: Any) -> list[Node]:
+    values = value if isinstance(value, list | tuple) else (value,)
+    return [v for v in values if isinstance(v, Node)]
 
 
 def source_text(node: Node) -> str:

@@ -24,7 +24,15 @@ from torch.fx.node import _get_qualified_name, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.between import has_effects, region_states
-from stof_compile.node_ops import RANDOM, is_inplace, mutations, raw_name, storage_base, tensor_meta
+from stof_compile.node_ops import (
+    RANDOM,
+    is_inplace,
+    mutations,
+    raw_name,
+    storage_base,
+    tensor_meta,
+    written_arguments,
+)
 
 ELEMENT_CAP = (
     1 << 28
@@ -112,6 +120,22 @@ class StaticValues:
     def is_written(self, node: Node) -> bool:
         """Whether the graph writes to the memory of a value, which then has several contents."""
         return storage_base(node) in self._written_bases()
+
+    def holds_at(self, node: Node, place: Node) -> bool:
+        """Whether a node's operation on its inputs as they are at a later place gives its value
+        there.
+
+        It does not where the graph writes to its memory or to that of an input in between.
+        """
+        bases = {storage_base(value) for value in (node, *node.all_input_nodes)}
+        if bases.isdisjoint(self._written_bases()):
+            return True
+        later = node
+        while later is not place and later.op != "root":
+            if any(storage_base(t) in bases for t in written_arguments(later)):
+                return False
+            later = later.next
+        return True
 
     def _written_bases(self) -> set[Node]:
         if self._written is None:

@@ -59,7 +59,7 @@ def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool,
     q: Any = argument(node, 0, "query")
     k: Any = argument(node, 1, "key")
     if operation(node) == "softmax":
-        scores = read_scores(node, facts.static)
+        scores = read_scores(node, facts.static, node)
         if not isinstance(scores, Scores):
             return False, UNTOLD
         q, k = scores.q, scores.k

@@ -45,7 +45,8 @@ def sdpa_site(gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writes) 
         if meta is None or type(meta) not in (torch.Tensor, FakeTensor):
             return Mismatch(f"attn_mask is a {type(meta).__name__}, not a plain tensor")
         terms = (Term("keep", mask) if meta.dtype == torch.bool else Term("add", mask),)
-    k_source, v_source, gqa = ungrouped(k, v, bool(given.get("enable_gqa", False)))
+    gqa = bool(given.get("enable_gqa", False))
+    k_source, v_source, gqa = ungrouped(k, v, gqa, facts.static, node)
     q, k_source, v_source = cast_operands(gm, node, node, q, k_source, v_source)
     problem = operand_problem(q, k_source, v_source, node, transposed=False)
     if problem is None:

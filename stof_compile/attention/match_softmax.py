@@ -18,6 +18,7 @@ from stof_compile.capture import CaptureFacts
 from stof_compile.emit import emit
 from stof_compile.node_ops import argument, dtype_of, operation, shape_of
 from stof_compile.normalize import heads_of
+from stof_compile.static_values import StaticValues
 
 
 def softmax_site(
@@ -27,18 +28,19 @@ def softmax_site(
     weights = read_weights(node)
     if weights is None:
         return None
-    scores = read_scores(node, facts.static)
+    place = node if isinstance(weights, Mismatch) else weights.output
+    scores = read_scores(node, facts.static, place)
     if scores is None or isinstance(scores, Mismatch) or isinstance(weights, Mismatch):
         return scores if scores is None or isinstance(scores, Mismatch) else weights  # type: ignore[return-value]
     problem = _softmax_problem(node, scores, weights)
     if problem is not None:
         return problem
-    output, q, k, v = _four_dimensional(gm, scores, weights)
+    output, q, k, v = _four_dimensional(gm, facts.static, scores, weights)
     if isinstance(output, Mismatch):
         return output
     gqa = False
     if not scores.k_transposed:
-        k, v, gqa = ungrouped(k, v, False)
+        k, v, gqa = ungrouped(k, v, False, facts.static, output)
     heads = [(shape_of(n) or (0, 0))[1] for n in (q, k)]
     q, k, v = cast_operands(gm, weights.output, node, q, k, v)
     gqa = gqa or (isinstance(heads[0], int) and isinstance(heads[1], int) and heads[0] != heads[1])
@@ -94,7 +96,7 @@ def _softmax_problem(node: Node, scores: Scores, weights: Weights) -> Mismatch |
 
 
 def _four_dimensional(
-    gm: GraphModule, scores: Scores, weights: Weights
+    gm: GraphModule, static: StaticValues, scores: Scores, weights: Weights
 ) -> tuple[Any, Node, Node, Node]:
     """Output, q, k, v as [B, H, S, D]; products on [B*H, S, D] are read through the reshape
     normalisation added."""
@@ -114,15 +116,16 @@ def _four_dimensional(
     if single and any(term.rank == 4 for term in scores.terms):
         return Mismatch("batch and heads of the scores cannot be told apart"), q, k, v
     heads = None if single else shape[1]
-    q, k, v = (_unfolded(gm, n, heads) for n in (q, k, v))
+    q, k, v = (_unfolded(gm, n, heads, static.holds_at(n, lifted)) for n in (q, k, v))
     return lifted, q, k, v
 
 
-def _unfolded(gm: GraphModule, node: Node, heads: int | None) -> Node:
-    """[B*H, S, D] as [B, H, S, D]: the tensor it was reshaped from, else a new view."""
+def _unfolded(gm: GraphModule, node: Node, heads: int | None, holds: bool) -> Node:
+    """[B*H, S, D] as [B, H, S, D]: the tensor it was reshaped from where that still ``holds`` the
+    same, else a new view."""
     if len(shape_of(node) or ()) == 4:
         return node
-    if heads is not None and heads_of(node) == heads:
+    if holds and heads is not None and heads_of(node) == heads:
         source = argument(node, 0, "input")
         if isinstance(source, Node) and len(shape_of(source) or ()) == 4:
             return source

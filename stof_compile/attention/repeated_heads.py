@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch.fx import Node
 
 from stof_compile.node_ops import argument, is_one, operation, same_size, shape_of
+from stof_compile.static_values import StaticValues
 
 
-def ungrouped(k: Node, v: Node, gqa: bool) -> tuple[Node, Node, bool]:
-    """k and v before their heads were repeated, when both were repeated alike."""
+def ungrouped(
+    k: Node, v: Node, gqa: bool, static: StaticValues, place: Node
+) -> tuple[Node, Node, bool]:
+    """k and v before their heads were repeated, when both were repeated alike and hold the same
+    at ``place``, where they are read."""
     k_repeat, v_repeat = unrepeated(k), unrepeated(v)
     if k_repeat is None or v_repeat is None or k_repeat[1] != v_repeat[1]:
         return k, v, gqa
+    for end, source in ((k, k_repeat[0]), (v, v_repeat[0])):
+        if not all(static.holds_at(node, place) for node in _path(end, source)):
+            return k, v, gqa
     return k_repeat[0], v_repeat[0], gqa or k_repeat[1] > 1
+
+
+def _path(end: Node, source: Node) -> Iterator[Node]:
+    """Nodes from a repeated tensor back to its source (excluded)."""
+    while end is not source:
+        yield end
+        first = argument(end, 0, "input")
+        assert isinstance(first, Node), "every step of a repeat has a tensor"
+        end = first
 
 
 def unrepeated(node: Node) -> tuple[Node, int] | None:

@@ -9,11 +9,14 @@ from stof_compile.node_ops import dtype_of, is_cast, operation, swaps_last_two, 
 from stof_compile.static_values import StaticValues
 
 
-def peel_operand(node: Node, static: StaticValues) -> tuple[Node, Node, float]:
+def peel_operand(node: Node, static: StaticValues, place: Node) -> tuple[Node, Node, float]:
     """Strip constant factors and copies from an operand; (operand, the same before widening casts,
-    factor)."""
+    factor).
+
+    What is returned is read at ``place``: nothing is stripped from what was written to before that.
+    """
     scale, wide = 1.0, node
-    while True:
+    while static.holds_at(node, place):
         name = operation(node)
         if name in ("mul", "div") and len(node.args) == 2:
             first, second = node.args
@@ -45,14 +48,14 @@ def peel_operand(node: Node, static: StaticValues) -> tuple[Node, Node, float]:
     return wide, node, scale
 
 
-def peel_key(node: Node, static: StaticValues) -> tuple[Node, Node, float, bool]:
+def peel_key(node: Node, static: StaticValues, place: Node) -> tuple[Node, Node, float, bool]:
     """``peel_operand`` through the transposition of a key; the last result tells of one."""
-    wide, narrow, scale = peel_operand(node, static)
+    wide, narrow, scale = peel_operand(node, static, place)
     if not swaps_last_two(narrow):
         return narrow if wide is not narrow and scale != 1.0 else wide, narrow, scale, False
     inner = narrow.args[0]
     assert isinstance(inner, Node), "a transposition has a node to transpose"
-    wide, narrow, inner_scale = peel_operand(inner, static)
+    wide, narrow, inner_scale = peel_operand(inner, static, place)
     return wide, narrow, scale * inner_scale, True
 
 

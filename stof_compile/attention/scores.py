@@ -69,18 +69,22 @@ class Scores:
 @dataclass
 class _Walk:
     static: StaticValues
+    place: Node
     factor: float = 1.0
     softcap: float = 0.0
     terms: list[Term] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
 
 
-def read_scores(softmax: Node, static: StaticValues) -> Scores | Mismatch | None:
-    """Follow the input of a softmax down to ``q @ k^T``; None when it is no attention."""
+def read_scores(softmax: Node, static: StaticValues, place: Node) -> Scores | Mismatch | None:
+    """Follow the input of a softmax down to ``q @ k^T``; None when it is no attention.
+
+    ``place``: node at which q and k are read anew.
+    """
     start = argument(softmax, 0, "input")
     if not isinstance(start, Node) or not _has_product(start):
         return None
-    walk = _Walk(static)
+    walk = _Walk(static, place)
     node: Node | Mismatch = start
     while isinstance(node, Node):
         walk.nodes.append(node)
@@ -211,8 +215,8 @@ def _read_product(node: Node, walk: _Walk) -> Scores | Mismatch:
     else:
         q, k = argument(node, 0, "input"), argument(node, 1, "mat2", node.kwargs.get("other"))
     assert isinstance(q, Node) and isinstance(k, Node), "operands of a product are nodes"
-    q, narrow_q, q_scale = peel_operand(q, walk.static)
-    k, narrow_k, k_scale, transposed = peel_key(k, walk.static)
+    q, narrow_q, q_scale = peel_operand(q, walk.static, walk.place)
+    k, narrow_k, k_scale, transposed = peel_key(k, walk.static, walk.place)
     scale = factor * q_scale * k_scale
     if walk.softcap:
         scale *= walk.softcap  # cap * tanh(f * s) = cap * tanh((f * cap) * s / cap)

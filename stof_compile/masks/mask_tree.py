@@ -56,9 +56,15 @@ class Leaf:
 
 @dataclass
 class MaskTree:
-    """Collects the leaves of mask terms."""
+    """Collects the leaves of mask terms.
+
+    Args:
+        static: the static values of the graph.
+        place: node at which the leaves are read. What is written to before that stays in one piece.
+    """
 
     static: StaticValues
+    place: Node
     keeps: list[Leaf] = field(default_factory=list)
     sums: list[Leaf] = field(default_factory=list)
     fills: set[float] = field(default_factory=set)
@@ -72,7 +78,10 @@ class MaskTree:
 
     def _bool(self, node: Node, axes: Axes, negated: bool) -> None:
         name, static = operation(node), self.static
-        if not negated and _always_true(node):
+        if not self._holds(node):
+            self.keeps.append(Leaf(node, axes, negated))
+            return
+        if not negated and self._always_true(node):
             return
         # With symbolic sizes a static tree is split as well: what holds at every length is dropped.
         whole = static.is_static(node) and not static.is_symbolic(node)
@@ -103,7 +112,7 @@ class MaskTree:
             self._bool(mask, _aligned(mask, axes), True)
         elif is_cast(node) and of_bool:
             self._bool(first, axes, negated)
-        elif is_cast(node) and (masked := _nonzero_where(first, axes)) is not None:
+        elif is_cast(node) and (masked := self._nonzero_where(first, axes)) is not None:
             self._bool(*masked, negated)
         elif (inner := _through_shape(node, axes)) is not None:
             self._bool(*inner, negated)
@@ -115,12 +124,33 @@ class MaskTree:
     def add(self, node: Node, axes: Axes, factor: float, floor: float) -> None:
         """Split an added tensor; values below ``floor`` became -inf in a narrowing cast."""
         name, static = operation(node), self.static
-        if name in ZEROS or static.scalar(node) is not None:
-            return  # one number for every score changes nothing
-        whole = static.is_static(node) and not static.is_symbolic(node)
-        if whole and not static.too_large(node):  # a large one may have parts that are not
+        if not self._holds(node):
             self.sums.append(Leaf(node, axes, factor=factor))
             return
+        if name in ZEROS or static.scalar(node) is not None:
+            return  # one number for every score changes nothing
+        if static.is_static(node) and not static.is_symbolic(node):
+            if static.too_large(node):
+                self._large(node, axes, factor, floor)
+            else:
+                self.sums.append(Leaf(node, axes, factor=factor))
+            return
+        self._summands(node, axes, factor, floor)
+
+    def _large(self, node: Node, axes: Axes, factor: float, floor: float) -> None:
+        """A static sum too large to evaluate: taken apart where the masks in it are not."""
+        static = self.static
+        inner = MaskTree(static, self.place)
+        inner._summands(node, axes, factor, floor)
+        if any(static.is_static(leaf.node) and static.too_large(leaf.node) for leaf in inner.keeps):
+            self.sums.append(Leaf(node, axes, factor=factor))
+            return
+        self.keeps += inner.keeps
+        self.sums += inner.sums
+        self.fills |= inner.fills
+
+    def _summands(self, node: Node, axes: Axes, factor: float, floor: float) -> None:
+        name, static = operation(node), self.static
         if name == "add" and node.kwargs.get("alpha", 1) == 1:
             for operand in (node.args[0], argument(node, 1, "other")):
                 if isinstance(operand, Node):
@@ -183,63 +213,70 @@ class MaskTree:
             return False
         fill = self._fill(value, factor, floor)
         masked, negated = x, True  # constant * b: True masks
-        if operation(x) in ("sub", "rsub"):
+        if operation(x) in ("sub", "rsub") and self._holds(x):
             one, masked_arg = (x.args[0], argument(x, 1, "other"))
             if operation(x) == "rsub":
                 one, masked_arg = masked_arg, one
             if scalar(one) == 1.0 and isinstance(masked_arg, Node):
                 masked, negated = masked_arg, False
-        source = masked.args[0] if is_cast(masked) and masked.args else None
+        cast = is_cast(masked) and self._holds(masked)
+        source = masked.args[0] if cast else None
         if fill is not None and isinstance(source, Node) and dtype_of(source) == torch.bool:
             self.keep(source, _aligned(source, axes), negated, fill)
             return True
         self.add(x, _aligned(x, axes), factor * value, float("-inf"))
         return True
 
+    # -- what nodes tell ---------------------------------------------------------------------------
 
-def _always_true(node: Node) -> bool:
-    """Whether a bool tensor is True at every length: ones, or ``positions >= 0``."""
-    name = operation(node)
-    if name in ("ones", "ones_like", "new_ones"):
-        return True
-    return name == "ge" and argument(node, 1, "other") == 0 and _not_negative(node.args[0])
+    def _holds(self, node: Node) -> bool:
+        return self.static.holds_at(node, self.place)
 
+    def _always_true(self, node: Node) -> bool:
+        """Whether a bool tensor is True at every length: ones, or ``positions >= 0``."""
+        name = operation(node)
+        if name in ("ones", "ones_like", "new_ones"):
+            return True
+        zero = name == "ge" and argument(node, 1, "other") == 0
+        return zero and self._not_negative(node.args[0])
 
-def _not_negative(value: Any) -> bool:
-    if not isinstance(value, Node):
-        return isinstance(value, int | float) and value >= 0
-    name = operation(value)
-    if name == "arange":
-        bounds = [a for a in value.args if isinstance(a, int | float | Node)]
-        return len(bounds) == 1 or (len(bounds) == 2 and _not_negative(bounds[0]))
-    if name in ("add", "mul"):
-        return all(_not_negative(a) for a in value.args[:2]) and not set(value.kwargs) - {"other"}
-    if name in ("getitem", "unsqueeze", "expand", "view", "reshape", "contiguous"):
-        return _not_negative(value.args[0])
-    return is_cast(value) and _not_negative(value.args[0])
+    def _not_negative(self, value: Any) -> bool:
+        if not isinstance(value, Node):
+            return isinstance(value, int | float) and value >= 0
+        if not self._holds(value):
+            return False
+        name = operation(value)
+        if name == "arange":
+            bounds = [a for a in value.args if isinstance(a, int | float | Node)]
+            return len(bounds) == 1 or (len(bounds) == 2 and self._not_negative(bounds[0]))
+        if name in ("add", "mul"):
+            plain = not set(value.kwargs) - {"other"}
+            return plain and all(self._not_negative(a) for a in value.args[:2])
+        if name in ("getitem", "unsqueeze", "expand", "view", "reshape", "contiguous"):
+            return self._not_negative(value.args[0])
+        return is_cast(value) and self._not_negative(value.args[0])
+
+    def _nonzero_where(self, node: Any, axes: Axes) -> tuple[Node, Axes] | None:
+        """The mask m of ``zeros.masked_fill(m, nonzero)``, which is where that tensor is not
+        zero."""
+        while isinstance(node, Node) and self._holds(node) and operation(node) != "masked_fill":
+            inner = _through_shape(node, axes)
+            if inner is None:
+                return None
+            node, axes = inner
+        if not isinstance(node, Node) or not self._holds(node):
+            return None
+        zeros = node.args[0]
+        if not isinstance(zeros, Node) or operation(zeros) not in ZEROS or not self._holds(zeros):
+            return None
+        value, mask = argument(node, 2, "value"), argument(node, 1, "mask")
+        return (mask, _aligned(mask, axes)) if isinstance(mask, Node) and value else None
 
 
 def _aligned(operand: Any, axes: Axes) -> Axes:
     """Axes of an operand that broadcasts (from the right) into a result with the given axes."""
     rank = len(shape_of(operand) or ())
     return axes[len(axes) - rank :] if rank else ()
-
-
-def _nonzero_where(node: Any, axes: Axes) -> tuple[Node, Axes] | None:
-    """The mask m of ``zeros.masked_fill(m, nonzero)``, which is where that tensor is not zero."""
-    while isinstance(node, Node) and operation(node) != "masked_fill":
-        inner = _through_shape(node, axes)
-        if inner is None:
-            return None
-        node, axes = inner
-    if (
-        not isinstance(node, Node)
-        or not isinstance(node.args[0], Node)
-        or operation(node.args[0]) not in ZEROS
-    ):
-        return None
-    value, mask = argument(node, 2, "value"), argument(node, 1, "mask")
-    return (mask, _aligned(mask, axes)) if isinstance(mask, Node) and value else None
 
 
 def _through_shape(node: Node, axes: Axes) -> tuple[Node, Axes] | None:

@@ -106,7 +106,7 @@ def split_mask(gm: GraphModule, facts: CaptureFacts, site: AttentionSite) -> Mas
     stay unused are erased
     by ``emit.erase_unused``.
     """
-    walk = MaskTree(facts.static)
+    walk = MaskTree(facts.static, site.output)
     for term in site.terms:
         axes = broadcast_axes(shape_of(term.node) or (), term.rank)
         if term.kind == "add":

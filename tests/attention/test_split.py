@@ -124,6 +124,18 @@ def test_a_sum_too_large_to_evaluate_is_taken_apart(parts, monkeypatch, width):
     assert width == S or part.static.shape == (1, 1, S, S)
 
 
+def test_a_sum_stays_whole_where_its_mask_is_too_large_as_well(parts, monkeypatch):
+    """It is added at run time, as it was written."""
+    monkeypatch.setattr("stof_compile.static_values.ELEMENT_CAP", S * S - 1)
+
+    def mask():
+        q, k = positions()
+        return torch.where((q - k).abs() < 5, torch.zeros(1, H, S, S), LOW)
+
+    part = parts(sdpa, mask)
+    assert part.bias is not None and part.dynamic is None and part.static is None
+
+
 @pytest.mark.parametrize("rows", [S, 1])
 @pytest.mark.parametrize("batch", [B, 1])
 def test_a_bias_with_its_heads_side_by_side_is_copied(parts, batch, rows):
