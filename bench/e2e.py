@@ -103,8 +103,9 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
             except (
                 Exception
             ) as failure:  # one way's failure is a line of the log; the others still run
-                text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
-                log_event(*where, "error", text)
+                if not warming:  # the timed pass meets it again
+                    text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
+                    log_event(*where, "error", text)
                 continue
         if row is not None:
             _append(args, {**facts, **row})

@@ -140,7 +140,11 @@ def consume(
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
-    """Attend unit by unit; the same online softmax as the portable kernel (``softmax.py``)."""
+    """Attend unit by unit.
+
+    Weights are relative to an earlier maximum of the row until scores exceed it by more than
+    ``SLACK`` powers of two; then sums and result are scaled (``softmax.py`` does so in every tile).
+    """
     dtype: gl.constexpr = o_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])

@@ -4,6 +4,8 @@ Opaque to torch.compile, whose decomposition of ``aten::_addmm_activation`` woul
 activation apart again. For inference, like ``stof::hopper_linear``.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     """``activation(x @ weight.T + bias)``.
 
     Args:
-        x: [..., K]. weight: [N, K], any strides. bias: [N] or [1, ..., N], zeros if None.
+        x: [..., K]. weight: [N, K], any strides. bias: [N], [1, ..., N] or [1]; zeros if
+            None.
         activation: one of ``ACTIVATIONS``.
     Raises:
         ValueError: there is no such activation.
@@ -28,8 +31,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     if activation not in ACTIVATIONS:
         raise ValueError(f"cublas_linear: activation {activation!r}, not one of {ACTIVATIONS}")
     n, k = weight.shape
-    added = x.new_zeros(n) if bias is None else bias.reshape(n)
-    rows = x.reshape(-1, k)
+    added = x.new_zeros(n) if bias is None else bias.flatten().expand(n)
+    rows = x.reshape(prod(x.shape[:-1]), k)
     tanh = activation == "gelu_tanh"
     if x.is_cuda:  # its GELU is the one by tanh there, and the exact one on a CPU
         out: Tensor = torch.ops.aten._addmm_activation(added, rows, weight.t(), use_gelu=tanh)

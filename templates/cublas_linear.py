@@ -9,7 +9,7 @@ import torch
 from stof_compile.templates.base import Call, Slot, Template
 from stof_compile.templates.linear_operands import (
     accepted,
-    linear_refusal,
+    read_half_layer,
     read_layer,
     transposing,
 )
@@ -33,12 +33,7 @@ class CublasLinear(Template):
 
     def refusal(self, recipe: Recipe, device: DeviceFacts) -> str | None:
         """Why this template cannot run a recipe on a device, None if it can."""
-        reason = linear_refusal(recipe, device)
-        if reason is not None:
-            return reason
-        if recipe.result.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes fp16 and bf16, not {recipe.result.dtype}"
-        read = read_layer(recipe)
+        read = read_half_layer(recipe, device)
         if isinstance(read, str):
             return read
         product, end = read

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
+import torch
 from stof_compile.templates.norm_operands import DTYPES, added_kind, device_refusal
 
 from stof_compile.device import DeviceFacts
@@ -82,6 +83,16 @@ def read_layer(recipe: Recipe) -> Layer | str:
     """Read a straight recipe of one product, or say why it cannot be read."""
     layers = read_layers(recipe, 1)
     return layers if isinstance(layers, str) else layers[0]
+
+
+def read_half_layer(recipe: Recipe, device: DeviceFacts) -> Layer | str:
+    """One product of fp16 or bf16 that a kernel on this device takes, or why there is none."""
+    reason = linear_refusal(recipe, device)
+    if reason is not None:
+        return reason
+    if recipe.result.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes fp16 and bf16, not {recipe.result.dtype}"
+    return read_layer(recipe)
 
 
 def read_layers(recipe: Recipe, count: int) -> tuple[Layer, ...] | str:

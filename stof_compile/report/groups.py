@@ -157,7 +157,7 @@ def _writes(segment: SegmentPlan, name: str, code: str) -> bool:
     if segment.template not in TEMPLATE_OPS:  # one of the user's own: told by its size alone
         return segment.template != "inductor" and name not in TEMPLATE_OPS.values()
     values = {int(value) for _, value in segment.config if isinstance(value, int)}
-    if segment.template == "cublas_linear" and str(dict(segment.config)["activation"]) not in code:
+    if segment.template == "cublas_linear" and repr(dict(segment.config)["activation"]) not in code:
         return False
     return TEMPLATE_OPS[segment.template] == name and values <= set(_last_list(code))
 

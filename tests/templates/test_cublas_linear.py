@@ -40,6 +40,14 @@ def test_an_unknown_activation_is_an_error():
         torch.ops.stof.cublas_linear(x, torch.zeros(3, 4), None, "silu")
 
 
+@pytest.mark.parametrize(("k", "bias"), [(4, torch.full((1,), 2.0)), (0, None)])
+def test_one_bias_for_all_and_no_columns(k, bias):
+    x, weight = torch.randn(2, 3, k), torch.randn(5, k)
+    found = torch.ops.stof.cublas_linear(x, weight, bias, "relu")
+    wanted = x @ weight.T + (0.0 if bias is None else bias)
+    torch.testing.assert_close(found, wanted.relu())
+
+
 CASES = {
     "gelu": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
