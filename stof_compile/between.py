@@ -10,13 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from stof_compile.node_ops import (
-    argument,
-    is_inplace,
-    raw_name,
-    storage_base,
-    written_arguments,
-)
+from stof_compile.memory import storage_base, written_arguments
+from stof_compile.node_ops import raw_name
 
 REGION_ENTERS = frozenset({"_enter_autocast", "_enter_inference_mode"})
 REGION_EXITS = frozenset({"_exit_autocast", "_exit_inference_mode"})
@@ -30,9 +25,11 @@ BARRIERS = (
 
 def written_by(node: Node) -> tuple[Node, ...] | None:
     """Bases of the memory a node writes; empty when it writes none, None when it may write any."""
-    if is_inplace(node):
-        return tuple(storage_base(target) for target in written_arguments(node))
-    return None if _may_write_any(node) else ()
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    if node.op == "call_function" and not raw_name(node):
+        return None  # a function of the user that Dynamo was told not to look into
+    return tuple(storage_base(target) for target in written_arguments(node))
 
 
 def writer_between(values: Iterable[Node], first: Node, last: Node) -> Node | None:
@@ -64,11 +61,8 @@ def has_effects(graph: Graph) -> bool:
         written = written_by(node)
         if written is None or any(base.op in ("placeholder", "get_attr") for base in written):
             return True
-        name = raw_name(node)
-        if name in ("batch_norm", "instance_norm") or "c10d" in name:
+        if "c10d" in raw_name(node):
             return True
-        if name == "embedding" and argument(node, 3, "max_norm") is not None:
-            return True  # rows that are longer are scaled in place
     return False
 
 
@@ -98,16 +92,3 @@ def region_states(graph: Graph) -> dict[Node, tuple[object, ...]]:
 def switches_gradients_on(graph: Graph) -> bool:
     """Whether the graph turns gradients on for a part of itself."""
     return any(raw_name(n) in GRAD_MODES and n.args[0] is not False for n in graph.nodes)
-
-
-def _may_write_any(node: Node) -> bool:
-    """Whether a call declares that it writes, or tells nothing about it."""
-    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        schemas = (getattr(node.target, name)._schema for name in node.target.overloads())
-        return any(schema.is_mutable for schema in schemas)
-    # a function of the user that Dynamo was told not to look into
-    return node.op == "call_function" and not raw_name(node)

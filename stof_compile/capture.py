@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from stof_compile.compiled_root import compiled_root, module_paths, path_of, stands_in_root
 from stof_compile.emit import fake_mode_of
-from stof_compile.node_ops import mutations, source_text
+from stof_compile.memory import mark_shared_inputs, mutations, storage_base
+from stof_compile.node_ops import source_text
 from stof_compile.static_values import StaticValues
 
 InputKind = Literal["parameter", "buffer", "user", "symint"]
@@ -102,7 +103,9 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         if type(tensor) not in (Tensor, nn.Parameter, FakeTensor)
         and not isinstance(tensor, nn.Buffer)
     )
-    mutated = frozenset(base.name for _, base in mutations(gm.graph) if base.op == "placeholder")
+    mark_shared_inputs(gm.graph)
+    written = {base for _, base in mutations(gm.graph)}
+    mutated = frozenset(node.name for node in placeholders if storage_base(node) in written)
     buffers = {
         name: tensor
         for name, tensor in tensors.items()

@@ -91,12 +91,13 @@ def improve(
     try:
         if given is None and opts.plan is not None:
             given = PlanFile.load(opts.plan, made.environment)
-        outcome = _rewrite(gm, facts, opts, outcome, budget, choices or {}, given)
+        improved = _rewrite(gm, facts, opts, outcome, budget, choices or {}, given)
+        improved.gm.graph.lint()
+        outcome = improved
     except StofError:
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
         fall_back(failure, opts, record)
-    outcome.gm.graph.lint()
     outcome.gm.recompile()
     record.graphs["rewritten"] = graph_text(outcome.gm)
     record.timings_s["stof"] = time.monotonic() - started

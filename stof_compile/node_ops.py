@@ -7,12 +7,11 @@ matches nodes asks this module, so patterns are written once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 ALIASES = {
     "truediv": "div", "divide": "div", "true_divide": "div", "itruediv": "div", "multiply": "mul",
@@ -37,9 +36,7 @@ VIEWS = (
             "unflatten", "detach", "movedim", "diagonal", "as_strided", "view_as", "expand_as",
             "reshape_as", "broadcast_to", "tensor_split", "ravel", "t", "mT", "T", "dropout",
             "unfold", "positive", "alias", "requires_grad_", "data", "cpu", "cuda",
-            "index_select_view", "_get_data_attr", "real", "imag", "view_as_real",
-            "view_as_complex", "adjoint", "mH", "H", "hsplit", "vsplit", "dsplit", "unsafe_split",
-            "unsafe_chunk", "resolve_conj", "resolve_neg", "byte", "char", "short",
+            "index_select_view", "_get_data_attr",
         }
     )
     | CASTS
@@ -220,51 +217,6 @@ def swaps_last_two(node: Node) -> bool:
 def is_cast(node: Node) -> bool:
     """Whether the node only changes dtype or device."""
     return operation(node) in CASTS and bool(node.args) and isinstance(node.args[0], Node)
-
-
-def storage_base(node: Node) -> Node:
-    """The oldest node whose memory this node may share."""
-    while operation(node) in VIEWS or is_inplace(node):
-        source = node.args[0] if node.args else node.kwargs.get("input")
-        if not isinstance(source, Node):
-            break
-        node = source
-    return node
-
-
-def mutations(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Every writing node with the base of the memory it writes, in graph order."""
-    for node in graph.nodes:
-        for target in written_arguments(node):
-            yield node, storage_base(target)
-
-
-def written_arguments(node: Node) -> list[Node]:
-    """Arguments whose memory a call writes: by its name, its schema, or as a Triton kernel, which
-    may write any."""
-    if is_inplace(node):
-        return _nodes_in(node.kwargs.get("out") or (node.args[0] if node.args else None))
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        writes = str(node.target._name).startswith("triton_kernel_wrapper")
-        return list(node.all_input_nodes) if writes else []
-    overload = node.target
-    if isinstance(overload, torch._ops.OpOverloadPacket) and len(overload.overloads()) == 1:
-        overload = getattr(overload, overload.overloads()[0])
-    if isinstance(overload, torch._ops.OpOverloadPacket):
-        schemas = (getattr(overload, name)._schema for name in overload.overloads())
-        return list(node.all_input_nodes) if any(s.is_mutable for s in schemas) else []
-    if not isinstance(overload, torch._ops.OpOverload) or not overload._schema.is_mutable:
-        return []
-    written = []
-    for i, declared in enumerate(overload._schema.arguments):
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            written += _nodes_in(argument(node, i, declared.name))
-    return written
-
-
-def _nodes_in(value: Any) -> list[Node]:
-    values = value if isinstance(value, list | tuple) else (value,)
-    return [v for v in values if isinstance(v, Node)]
 
 
 def source_text(node: Node) -> str:

@@ -20,9 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from stof_compile.capture import CaptureFacts
 from stof_compile.emit import emit, fake_result
 from stof_compile.expand_multihead import expand_encoder_layers, expand_multihead
+from stof_compile.memory import aliases, storage_base
 from stof_compile.node_ops import (
     INPLACE_OPERATORS,
-    VIEWS,
     argument,
     is_cast,
     is_inplace,
@@ -31,7 +31,6 @@ from stof_compile.node_ops import (
     raw_name,
     same_size,
     shape_of,
-    storage_base,
     tensor_meta,
 )
 from stof_compile.normalize_activations import rewrite_gelus, rewrite_silus
@@ -111,19 +110,17 @@ def functionalize_fresh(graph: Graph, facts: CaptureFacts) -> int:
 
 
 def _is_private(target: Node, writer: Node, place: dict[Node, int]) -> bool:
-    """Whether the written tensor is a fresh intermediate with no view that is read after the
-    write."""
+    """Whether the written tensor is a fresh intermediate whose memory is read under no other name
+    after the write."""
     if target.op not in ("call_function", "call_method") or storage_base(target) is not target:
         return False
     if not raw_name(target) or tensor_meta(target) is None:
         return False
-    for user in target.users:
-        if user is writer:
+    for alias in aliases(target):
+        if alias is writer or place[alias] > place[writer]:
             continue
-        if is_inplace(user) and place[user] < place[writer]:
-            return False
-        views = operation(user) in VIEWS and not is_inplace(user)
-        if views and any(place[reader] > place[writer] for reader in user.users):
+        written = is_inplace(alias) and argument(alias, 0, "input") is target
+        if written or any(place[reader] > place[writer] for reader in alias.users):
             return False
     return True
 
@@ -156,6 +153,8 @@ def cancel_transposes(graph: Graph, facts: CaptureFacts) -> int:
         outer = permutation(node)
         inner_node = argument(node, 0, "input")
         if outer is None or not isinstance(inner_node, Node):
+            continue
+        if is_inplace(node) or is_inplace(inner_node):
             continue
         inner, source = permutation(inner_node), argument(inner_node, 0, "input")
         if inner is None or not isinstance(source, Node) or source.op == "placeholder":

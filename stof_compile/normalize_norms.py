@@ -84,7 +84,8 @@ def _rewrite(graph: Graph, norm: _Spelling) -> bool:
     if not read_inside(nodes, norm.result):
         return False
     first = nodes[0] if norm.wide is norm.source else norm.wide
-    if writer_between((norm.source,), first, norm.result) is not None:
+    read = (norm.source,) if norm.weight is None else (norm.source, norm.weight)
+    if writer_between(read, first, norm.result) is not None:
         return False
     (*_, width), eps = shape_of(x) or (None,), norm.eps
 

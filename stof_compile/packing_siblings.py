@@ -22,12 +22,12 @@ from torch.fx import GraphModule, Node
 from stof_compile.between import region_states
 from stof_compile.capture import CaptureFacts
 from stof_compile.compiled_root import split_source
+from stof_compile.memory import mutations, storage_base
 from stof_compile.node_ops import (
     argument,
     dtype_of,
     is_cast,
     is_inplace,
-    mutations,
     number,
     operation,
     permutation,
@@ -89,7 +89,7 @@ class Constants:
 
     def value(self, node: Any) -> Tensor | None:
         """The tensor, None for what is no constant or no plain strided tensor of floats."""
-        if not isinstance(node, Node) or node in self._written:
+        if not isinstance(node, Node) or not self._written.isdisjoint((node, storage_base(node))):
             return None
         held: Any = None
         if node.op == "placeholder":

@@ -24,15 +24,8 @@ from torch.fx.node import _get_qualified_name, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.between import has_effects, region_states
-from stof_compile.node_ops import (
-    RANDOM,
-    is_inplace,
-    mutations,
-    raw_name,
-    storage_base,
-    tensor_meta,
-    written_arguments,
-)
+from stof_compile.memory import mutations, storage_base, written_arguments
+from stof_compile.node_ops import RANDOM, is_inplace, raw_name, tensor_meta
 
 ELEMENT_CAP = (
     1 << 28
@@ -97,7 +90,7 @@ class StaticValues:
         if is_size(node):
             return True
         if node.op == "placeholder":
-            return node.name in self.buffers and node not in self._written_bases()
+            return node.name in self.buffers and storage_base(node) not in self._written_bases()
         if node.op not in ("call_function", "call_method"):
             return False
         name = raw_name(node)

@@ -19,6 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "folded",
             "short_gelu",
             "expand_multihead",
+            "memory",
             "node_ops",
             "static_values",
         }  # parts of normalize, capture

@@ -24,7 +24,8 @@ from stof_compile.attention.replaceable import Writes
 from stof_compile.attention.scores import Scores, read_scores
 from stof_compile.attention.site import AttentionSite, Form, Found, NearMiss
 from stof_compile.capture import CaptureFacts, site_path
-from stof_compile.node_ops import argument, mutations, operation, raw_name, source_line
+from stof_compile.memory import mutations
+from stof_compile.node_ops import argument, operation, raw_name, source_line
 
 
 def match_attention(

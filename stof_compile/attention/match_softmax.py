@@ -42,7 +42,8 @@ def softmax_site(
     if not scores.k_transposed:
         k, v, gqa = ungrouped(k, v, False, facts.static, output)
     heads = [(shape_of(n) or (0, 0))[1] for n in (q, k)]
-    q, k, v = cast_operands(gm, weights.output, node, q, k, v)
+    q, k = cast_operands(gm, weights.output, node, q, k)
+    (v,) = cast_operands(gm, weights.output, weights.output, v)  # may be computed after the softmax
     gqa = gqa or (isinstance(heads[0], int) and isinstance(heads[1], int) and heads[0] != heads[1])
     problem = operand_problem(q, k, v, output, transposed=scores.k_transposed)
     interior = (*reversed(scores.nodes), node, *weights.nodes)

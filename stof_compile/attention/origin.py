@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch.fx import Graph, Node
 
+from stof_compile.memory import storage_base
 from stof_compile.node_ops import (
     VIEWS,
     argument,
@@ -20,7 +21,6 @@ from stof_compile.node_ops import (
     raw_name,
     same_size,
     shape_of,
-    storage_base,
     tensor_meta,
 )
 from stof_compile.static_values import is_size

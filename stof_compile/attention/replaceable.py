@@ -7,7 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from stof_compile.attention.mismatch import Mismatch
-from stof_compile.node_ops import raw_name, same_size, storage_base, tensor_meta
+from stof_compile.memory import storage_base
+from stof_compile.node_ops import raw_name, same_size, tensor_meta
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Writes = list[tuple[Node, Node]]  # (node that writes, node that owns the memory)

@@ -13,7 +13,8 @@ from stof_compile.fusion.chain import OpChain
 from stof_compile.fusion.op_kind import op_kind
 from stof_compile.fusion.scheme import MAX_COMPUTE_INTENSIVE
 from stof_compile.fusion.segment_key import check_range
-from stof_compile.node_ops import dtype_of, storage_base, tensor_meta
+from stof_compile.memory import storage_base
+from stof_compile.node_ops import dtype_of, tensor_meta
 
 
 def segment_refusal(

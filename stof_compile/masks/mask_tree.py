@@ -68,6 +68,7 @@ class MaskTree:
     keeps: list[Leaf] = field(default_factory=list)
     sums: list[Leaf] = field(default_factory=list)
     fills: set[float] = field(default_factory=set)
+    unread: list[Leaf] = field(default_factory=list)  # sums with a mask too large to evaluate
 
     # -- bool: keep (or, negated, drop) ------------------------------------------------------------
 
@@ -144,10 +145,12 @@ class MaskTree:
         inner._summands(node, axes, factor, floor)
         if any(static.is_static(leaf.node) and static.too_large(leaf.node) for leaf in inner.keeps):
             self.sums.append(Leaf(node, axes, factor=factor))
+            self.unread.append(self.sums[-1])
             return
         self.keeps += inner.keeps
         self.sums += inner.sums
         self.fills |= inner.fills
+        self.unread += inner.unread
 
     def _summands(self, node: Node, axes: Axes, factor: float, floor: float) -> None:
         name, static = operation(node), self.static

@@ -34,14 +34,8 @@ from stof_compile.masks.mask_tree import (
     MaskTree,
     broadcast_axes,
 )
-from stof_compile.node_ops import (
-    dtype_of,
-    is_one,
-    mutations,
-    shape_of,
-    storage_base,
-    tensor_meta,
-)
+from stof_compile.memory import mutations, storage_base
+from stof_compile.node_ops import dtype_of, is_one, shape_of, tensor_meta
 from stof_compile.static_values import ELEMENT_CAP, StaticGraph
 
 if TYPE_CHECKING:
@@ -151,6 +145,10 @@ class _Assembly:
             mask, remains = self._mask_of_static_sum(leaf)
             fixed += [mask] if mask is not None else []
             biases += [leaf] if remains else []
+        if self.walk.unread and any(fill != float("-inf") for fill in self.walk.fills):
+            # two finite masks: a row may lose its keys to both together, and nobody would know
+            dynamic += [Leaf(self._compare(leaf), leaf.axes) for leaf in self.walk.unread]
+            self.reasons.append(f"a second mask needs more than {ELEMENT_CAP} elements to evaluate")
         static, static_graph, dynamic_static = self._static(fixed)
         dynamic += dynamic_static
         empty = static is not None and bool((~static.any(dim=-1)).any())
@@ -316,7 +314,7 @@ class _Assembly:
         return nodes[0] if len(nodes) == 1 else self._derived(("and", *nodes), _all_of, *nodes)
 
     def _bias(self, leaves: list[Leaf]) -> Node | None:
-        nodes = [self._as_four(leaf) for leaf in leaves]
+        nodes = [self._as_float(self._as_four(leaf)) for leaf in leaves]
         if not nodes:
             return None
         total = nodes[0] if len(nodes) == 1 else self._derived(("sum", *nodes), _sum_of, *nodes)
@@ -330,6 +328,13 @@ class _Assembly:
             total,
             self.site.k,
         )
+
+    def _as_float(self, bias: Node) -> Node:
+        """An added tensor of integers or bools as the numbers it adds."""
+        dtype = dtype_of(bias)
+        if dtype is None or dtype.is_floating_point:
+            return bias
+        return self._derived(("float", bias), lambda t: t.to(torch.float32), bias)
 
     def _by_keys(self, bias: Node) -> Node:
         """The bias with keys side by side in memory, which kernels read as rows.
