@@ -347,12 +347,19 @@ class _Assembly:
         if not strides or not isinstance(strides[-1], int) or strides[-1] in (0, 1):
             return bias
         shared = [dim for dim, n in enumerate(strides) if isinstance(n, int) and n == 0]
+        assert meta is not None, "it has strides"
+        whole = None
+        if all(isinstance(size, int) for size in meta.shape):
+            sizes = [1 if dim in shared else size for dim, size in enumerate(meta.shape)]
+            whole = torch.empty(sizes, device="meta")
 
         def build(t: Any) -> Any:
             copied = t
             for dim in shared:
                 copied = copied.narrow(dim, 0, 1)
             copied = copied.contiguous()
+            if whole is not None:  # Inductor would copy anew for each site, but not for a view
+                copied = copied.as_strided(whole.shape, whole.stride())
             return copied.expand_as(t) if shared else copied
 
         return self._derived(("by keys", bias), build, bias)

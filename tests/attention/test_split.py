@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from e2e.models import hand_written, hf_bert, hf_llama
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from stof_compile.masks.split import full_planes
 from stof_compile.static_values import ELEMENT_CAP, run_static_graph
@@ -144,6 +145,26 @@ def test_a_bias_with_its_heads_side_by_side_is_copied(parts, batch, rows):
     copied = parts(sdpa, lambda bias: bias, bias).bias.meta["example_value"]
     assert copied.shape == bias.shape and copied.stride()[1:] == (rows * S, S, 1)
     assert batch == 1 or copied.stride(0) == 0
+
+
+def test_a_bias_is_copied_once_for_all_sites():
+    """Inductor makes one buffer of it."""
+
+    def fn(q, k, v, table, buckets):
+        bias = F.embedding(buckets, table).permute(2, 0, 1)[None]
+        for _ in range(3):
+            q = sdpa(q, k, v, bias)
+        return q
+
+    torch._dynamo.reset()
+    operands = *torch.randn(3, B, H, S, D), torch.randn(32, H), torch.randint(0, 32, (S, S))
+    options = {"tune_budget_s": 0, "attention": "gather"}
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(
+            torch.compile(fn, backend="stof", options=options), *operands
+        )
+        torch.testing.assert_close(found, fn(*operands), atol=1e-5, rtol=1e-5)
+    assert code.count(f"= empty_strided_cpu((1, {H}, {S}, {S})") == 1
 
 
 @pytest.mark.parametrize("heads_last", [False, True])
