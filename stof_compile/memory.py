@@ -8,6 +8,7 @@ with some strides.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from stof_compile.node_ops import VIEWS, argument, is_inplace, operation, raw_na
 
 SHARED_INPUT = "stof_shared_input"  # meta of a placeholder whose memory another one has as well
 _WRITES = "stof_writes"  # meta of a foreign function: whether it wrote to what it was given
-_STATISTICS = {"batch_norm": False, "native_batch_norm": False, "instance_norm": True}
+_STATISTICS = {  # whether they are written unless an argument says so
+    "batch_norm": False, "native_batch_norm": False, "cudnn_batch_norm": False,
+    "miopen_batch_norm": False, "instance_norm": True,
+}  # fmt: skip
 
 
 def storages(value: Any) -> frozenset[int]:
@@ -36,26 +40,24 @@ def storages(value: Any) -> frozenset[int]:
 
 def storage_base(node: Node) -> Node:
     """The oldest node whose memory this node may share."""
-    while (source := _source_of_memory(node)) is not None:
-        node = source
-    if SHARED_INPUT not in node.meta:
-        return node
+    return _base(node, {})
+
+
+def _base(node: Node, known: dict[Node, Node]) -> Node:
+    """The same, with bases that are known; adds those of what it comes by."""
+    passed = [node]
+    while passed[-1] not in known and (source := source_of_memory(passed[-1])) is not None:
+        passed.append(source)
+    last = passed[-1]
+    base = known.get(last) or (_first_of_shared(last) if SHARED_INPUT in last.meta else last)
+    known.update(dict.fromkeys(passed, base))
+    return base
+
+
+def _first_of_shared(node: Node) -> Node:
     held = storages(node.meta.get("example_value"))
     sharing = (n for n in node.graph.nodes if held & storages(n.meta.get("example_value")))
     return next(sharing, node)
-
-
-def aliases(node: Node) -> list[Node]:
-    """Every value that may share the memory of ``node`` because it was made from it, over any
-    number of views."""
-    found: dict[Node, None] = {}
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and user is not node and storage_base(user) is node:
-                found[user] = None
-                stack.append(user)
-    return list(found)
 
 
 def mark_shared_inputs(graph: Graph) -> None:
@@ -70,7 +72,7 @@ def mark_shared_inputs(graph: Graph) -> None:
             node.meta[SHARED_INPUT] = True
 
 
-def _source_of_memory(node: Node) -> Node | None:
+def source_of_memory(node: Node) -> Node | None:
     """The input whose memory a value shares, or may share."""
     if node.op not in ("call_function", "call_method"):
         return None
@@ -99,9 +101,10 @@ def _origins(node: Node) -> list[Node]:
 
 def mutations(graph: Graph) -> Iterator[tuple[Node, Node]]:
     """Every writing node with the base of the memory it writes, in graph order."""
+    known: dict[Node, Node] = {}
     for node in graph.nodes:
         for target in written_arguments(node):
-            yield node, storage_base(target)
+            yield node, _base(target, known)
 
 
 def written_arguments(node: Node) -> list[Node]:
@@ -115,18 +118,17 @@ def written_arguments(node: Node) -> list[Node]:
         return []
     if is_inplace(node):
         return _nodes_in(node.kwargs.get("out") or (node.args[0] if node.args else None))
+    name = raw_name(node)
+    if name in _STATISTICS:  # no schema tells
+        word = "use_input_stats" if name == "instance_norm" else "training"
+        still = argument(node, 5, word, _STATISTICS[name]) is False
+        return [] if still else node.all_input_nodes[1:]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes) if _body_writes(node) else []
     if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _declared(node)
-    name = raw_name(node)
     if not name and node.op == "call_function":
         return list(node.all_input_nodes) if _was_seen_to_write(node) else []
-    if name in _STATISTICS:
-        default = _STATISTICS[name]
-        word = "use_input_stats" if name == "instance_norm" else "training"
-        if argument(node, 5, word, default) is not False:
-            return node.all_input_nodes[1:]
     if name == "embedding" and argument(node, 3, "max_norm") is not None:
         return node.all_input_nodes  # rows that are longer are scaled in place
     return []
@@ -187,8 +189,13 @@ def _writes_in_fake_mode(node: Node) -> bool:
     mode = next((m for v in tensors if (m := getattr(v, "fake_mode", None)) is not None), None)
     if mode is None or not callable(node.target):
         return True
+    shapes = mode.shape_env
     try:
-        with torch.inference_mode(False), torch.no_grad(), mode:
+        with ExitStack() as stack:
+            if shapes is not None:  # sizes that depend on data are nobody's here
+                stack.enter_context(shapes.ignore_fresh_unbacked_symbols())
+            for context in (torch.inference_mode(False), torch.no_grad(), mode):
+                stack.enter_context(context)
             copies = {n: v.clone() if isinstance(v, Tensor) else v for n, v in copies.items()}
             before = {n: v._version for n, v in copies.items() if isinstance(v, Tensor)}
             args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)

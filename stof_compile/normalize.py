@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from stof_compile.capture import CaptureFacts
 from stof_compile.emit import emit, fake_result
 from stof_compile.expand_multihead import expand_encoder_layers, expand_multihead
-from stof_compile.memory import aliases, storage_base
+from stof_compile.memory import source_of_memory, storage_base
 from stof_compile.node_ops import (
     INPLACE_OPERATORS,
     argument,
@@ -72,6 +72,8 @@ def functionalize_fresh(graph: Graph, facts: CaptureFacts) -> int:
     result. Tensors that
     are inputs, views, or viewed by something that is read later are left alone.
     """
+    if any(raw_name(node) == "set_" for node in graph.nodes):
+        return 0  # gives one tensor the memory of another, from there on
     place = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for node in list(graph.nodes):
@@ -116,12 +118,19 @@ def _is_private(target: Node, writer: Node, place: dict[Node, int]) -> bool:
         return False
     if not raw_name(target) or tensor_meta(target) is None:
         return False
-    for alias in aliases(target):
-        if alias is writer or place[alias] > place[writer]:
-            continue
-        written = is_inplace(alias) and argument(alias, 0, "input") is target
-        if written or any(place[reader] > place[writer] for reader in alias.users):
-            return False
+    aliases, stack = {target}, [target]
+    while stack:
+        for user in stack.pop().users:
+            if user in aliases or user is writer or place[user] > place[writer]:
+                continue
+            if source_of_memory(user) not in aliases:
+                continue
+            if is_inplace(user) and argument(user, 0, "input") is target:
+                return False
+            if any(place[reader] > place[writer] for reader in user.users):
+                return False
+            aliases.add(user)
+            stack.append(user)
     return True
 
 

@@ -27,6 +27,8 @@ from stof_compile.capture import CaptureFacts, site_path
 from stof_compile.memory import mutations
 from stof_compile.node_ops import argument, operation, raw_name, source_line
 
+DERIVATIVES = ("_grad_increment", "_jvp_increment")  # where torch.func.grad and jvp begin
+
 
 def match_attention(
     gm: GraphModule, facts: CaptureFacts
@@ -75,6 +77,7 @@ def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool,
 def _candidates(
     gm: GraphModule, facts: CaptureFacts, writes: Writes
 ) -> Iterator[tuple[Node, Found | Mismatch]]:
+    inner_gradients = any(raw_name(n).startswith(DERIVATIVES) for n in gm.graph.nodes)
     for node in list(gm.graph.nodes):
         name = operation(node)
         found: Found | Mismatch | None = None
@@ -92,6 +95,10 @@ def _candidates(
             )
         elif name == "_transformer_encoder_layer_fwd":
             found = Mismatch("a fused nn.TransformerEncoderLayer on nested tensors stays one call")
+        if inner_gradients and isinstance(found, dict) and found["form"] in ("sdpa", "softmax"):
+            found = Mismatch(
+                "torch.func differentiates in this graph; STOF's operators do not there"
+            )
         if found is not None:
             yield node, found
 
