@@ -5,17 +5,18 @@ rewritten graph.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.dynamic import lower_dynamic_site
 from stof_compile.attention.keep import keep_site
 from stof_compile.attention.nested import add_to_rule, read_nested
-from stof_compile.attention.problem import AttentionProblem
+from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.resolve import ResolvedMasks
 from stof_compile.attention.rewrite import replace_site
 from stof_compile.attention.select import choose
@@ -159,10 +160,9 @@ def _lower_static(
         choice = _choice(problem, ctx, report)
         if choice.source == "only":
             return choice.reason
-        # SDPA that is there already stays, unless it carries a mask it can do without
-        needless = site.mask is not None and (spec is None or problem.causal_only)
+        # SDPA that is there already stays, unless it reads a mask it can do without
         there = choice.kernel == "sdpa" and not choice.config and site.form == "sdpa"
-        if there and option is None and not needless:
+        if there and option is None and not _reads_in_vain(site, parts, problem):
             report.reason = f"SDPA was chosen and is already there ({choice.reason})"
             return ""
         try:
@@ -171,6 +171,27 @@ def _lower_static(
             return str(refusal)
     _put(gm, site, call, parts, choice, report)
     return ""
+
+
+def _reads_in_vain(site: AttentionSite, parts: MaskParts, problem: AttentionProblem) -> bool:
+    """Whether the mask SDPA reads says nothing, or no more than its causal flag or a smaller bias
+    would say.
+
+    An additive mask with padding is left as it is: finite numbers in it give rows without a key the
+    mean of the values.
+    """
+    if not site.terms or not (problem.spec is None or problem.causal_only):
+        return False
+    if parts.bias is not None:
+        read = sum(_elements(term.node) for term in site.terms)
+        return parts.padding is None and _elements(parts.bias) < read
+    return parts.padding is None or site.mask is not None
+
+
+def _elements(node: Node) -> int:
+    """Elements a tensor has in memory: an axis that is only expanded counts once."""
+    meta = TensorMeta.of(node.meta["example_value"])
+    return math.prod(n for n, step in zip(meta.shape, meta.stride, strict=True) if step != 0)
 
 
 def _bound(problem: AttentionProblem, choice: AttentionPlan, ctx: LoweringContext) -> KernelCall:
