@@ -26,7 +26,7 @@ def emit(
     like: Node,
     build: Callable[..., Any],
     *nodes: Node,
-    values: bool = True,
+    value_of: Callable[[Node], Any] | None = None,
 ) -> list[Node]:
     """Trace ``build`` in front of a node.
 
@@ -36,8 +36,9 @@ def emit(
         like: node whose module stack and source line the new nodes take over.
         build: function of proxies; returns a proxy or a tuple of proxies.
         nodes: arguments of ``build``.
-        values: give the new nodes example values; else those that ``build`` returned lack theirs
-            as well, and the caller knows them.
+        value_of: example value of a new node, asked in order; by default ``fake_result``. Every
+            tensor needs one: torch's caches of compiled graphs refuse a method called on a node
+            without.
     Returns:
         The nodes ``build`` returned.
     """
@@ -55,8 +56,8 @@ def emit(
         added.append(node)
         node = node.next
     with autocast_at(graph, before):
-        for node in added if values else ():
-            value = fake_result(node)
+        for node in added:
+            value = (value_of or fake_result)(node)
             if value is not None:
                 node.meta["example_value"] = value
     outputs = result if isinstance(result, list | tuple) else (result,)

@@ -19,13 +19,14 @@ Source: Q was fitted to log2 of the tail in fp64: weighted minimax by Lawson's i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from stof_compile.emit import emit
+from stof_compile.emit import emit, fake_result
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 _GELU = (torch.nn.functional.gelu, torch._C._nn.gelu)
@@ -55,14 +56,26 @@ def shorten_gelu(gm: GraphModule) -> int:
         if _is_exact_half_gelu(node):
             x = node.args[0]
             build = partial(short_gelu, dtype=x.meta["example_value"].dtype)
-            # some 25 steps a layer, whose own values nobody asks for
-            (short,) = emit(gm.graph, node, node, build, x, values=False)
+            # some 25 steps a layer, all of the shape and dtype of the first
+            (short,) = emit(gm.graph, node, node, build, x, value_of=_as_the_first())
             if "example_value" in node.meta:
                 short.meta["example_value"] = node.meta["example_value"]
             node.replace_all_uses_with(short)
             gm.graph.erase_node(node)
             count += 1
     return count
+
+
+def _as_the_first() -> Callable[[Node], Any]:
+    """A function of steps that runs the first it is asked for, and answers with its value."""
+    first: list[Any] = []
+
+    def value_of(step: Node) -> Any:
+        if not first:
+            first.append(fake_result(step))
+        return first[0]
+
+    return value_of
 
 
 def short_gelu(x: Any, dtype: torch.dtype) -> Any:
