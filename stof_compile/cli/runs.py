@@ -44,6 +44,7 @@ class Mode(str, Enum):
 Device = Annotated[
     str | None,
     typer.Option(
+        "--device",  # spelt out: typer 0.27 names an option after its metavar
         metavar="DEVICE",
         help="cpu or cuda; default: cuda if there is one.",
         autocompletion=lambda: ["cpu", "cuda"],
@@ -96,6 +97,7 @@ def tune(
     model: Annotated[
         str,
         typer.Option(
+            "--model",
             metavar="MODEL",
             help=f"A model of the zoo ({', '.join(MODELS)}: random weights), a local directory of "
             "transformers, or module:function, which returns (model, example inputs as a dict or "
