@@ -149,7 +149,14 @@ def tensor_meta(node: Any) -> torch.Tensor | None:
 def shape_of(node: Any) -> tuple[Any, ...] | None:
     """Sizes (ints or SymInts) of a tensor node, or None."""
     value = tensor_meta(node)
-    return None if value is None else tuple(value.shape)
+    return None if value is None else tuple(map(_settled, value.shape))
+
+
+def _settled(size: Any) -> Any:
+    """A symbolic size as the number that the guards of the graph leave for it, if they do."""
+    if isinstance(size, torch.SymInt) and size.node.expr.is_number:
+        return int(size.node.expr)
+    return size
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

@@ -12,6 +12,7 @@ from stof_compile.errors import StofMaskError
 from stof_compile.masks.rules import Range
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.masks.split import MaskParts
+from stof_compile.node_ops import shape_of
 
 
 def has_dynamic_lengths(site: AttentionSite, option: MaskSpec | None) -> bool:
@@ -20,12 +21,10 @@ def has_dynamic_lengths(site: AttentionSite, option: MaskSpec | None) -> bool:
     That is so when a length, the head count or the head dim is a symbol, or when the batch is one
     and the option's mask differs between batch rows.
     """
-    q, k = (n.meta["example_value"] for n in (site.q, site.k))
-    if any(isinstance(n, torch.SymInt) for t in (q, k) for n in t.shape[1:]):
+    q, k = (shape_of(n) or () for n in (site.q, site.k))
+    if any(isinstance(n, torch.SymInt) for n in (*q[1:], *k[1:])):
         return True
-    return (
-        option is not None and isinstance(q.shape[0], torch.SymInt) and option.plane_shape()[0] != 1
-    )
+    return option is not None and isinstance(q[0], torch.SymInt) and option.plane_shape()[0] != 1
 
 
 def attention_problem(

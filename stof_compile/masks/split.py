@@ -207,10 +207,11 @@ class _Assembly:
         if node is None:
             return None, None, large
         self.buffers.update(self.facts.static.buffers_read(node))
-        if self.facts.static.is_symbolic(node):
+        q_len, k_len = (shape_of(self.site.q) or ())[2], self._key_length()
+        fixed = isinstance(q_len, int) and isinstance(k_len, int)
+        if not fixed or self.facts.static.is_symbolic(node):
             return None, self.facts.static.as_text(node), large
-        q_len = (shape_of(self.site.q) or ())[2]
-        keep = full_planes(self.facts.static.evaluate(node), q_len, self._key_length())
+        keep = full_planes(self.facts.static.evaluate(node), q_len, k_len)
         return (None if bool(keep.all()) else keep), None, large
 
     def _mask_of_static_sum(self, leaf: Leaf) -> tuple[Leaf | None, bool]:

@@ -270,3 +270,18 @@ def test_a_mask_made_with_the_batch_size_survives_a_symbolic_batch(option, fresh
             keep = keep & ((rows[:, None] - rows).abs() <= 8)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         torch.testing.assert_close(fast(q, k, v), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 24])
+def test_a_constant_mask_fixes_the_lengths_it_spells_out(columns):
+    """Sizes that are symbols of Dynamo and numbers by its guards, and a mask that is broadcast."""
+
+    def call(q, k, v):
+        keep = torch.arange(24)[:, None] >= torch.arange(columns)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+    fast = torch.compile(call, backend="stof", dynamic=True, options=NO_TIMING)
+    for batch in (2, 3):
+        operands = torch.randn(3, batch, 2, 24, 16).unbind()
+        torch.testing.assert_close(fast(*operands), call(*operands), atol=1e-5, rtol=1e-5)
+    assert not explain(fast).fallbacks
