@@ -110,6 +110,7 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         name: tensor
         for name, tensor in tensors.items()
         if inputs[name].kind == "buffer" and not fake and name not in subclasses
+        if not tensor.requires_grad  # one that is learned
     }
     root = compiled_root()
     paths = module_paths(root.modules)

@@ -67,7 +67,10 @@ def shorten_gelu(gm: GraphModule) -> int:
 
 
 def _as_the_first() -> Callable[[Node], Any]:
-    """A function of steps that runs the first it is asked for, and answers with its value."""
+    """A function of steps that runs the first it is asked for, and answers with its value.
+
+    One value for all makes them look like views of each other: nothing asks for that afterwards.
+    """
     first: list[Any] = []
 
     def value_of(step: Node) -> Any:

@@ -210,6 +210,7 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
         raise StofUnsupportedError("SDPA has no softcap")
     gqa = problem.k.shape[1] != problem.heads
     causal = problem.causal_only and not problem.padding and problem.bias is None
+    causal = causal and problem.scale > 0  # torch's CPU kernel scales the scores it has masked
     buffers: dict[str, torch.Tensor] = {}
     name = ""
     if problem.spec is not None and not causal:

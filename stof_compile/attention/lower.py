@@ -5,18 +5,17 @@ rewritten graph.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.dynamic import lower_dynamic_site
 from stof_compile.attention.keep import keep_site
 from stof_compile.attention.nested import add_to_rule, read_nested
-from stof_compile.attention.problem import AttentionProblem, TensorMeta
+from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.resolve import ResolvedMasks
 from stof_compile.attention.rewrite import replace_site
 from stof_compile.attention.select import choose
@@ -174,24 +173,17 @@ def _lower_static(
 
 
 def _reads_in_vain(site: AttentionSite, parts: MaskParts, problem: AttentionProblem) -> bool:
-    """Whether the mask SDPA reads says nothing, or no more than its causal flag or a smaller bias
-    would say.
+    """Whether the mask SDPA reads says nothing, or no more than its causal flag would.
 
-    An additive mask with padding is left as it is: finite numbers in it give rows without a key the
-    mean of the values.
+    One that is read from a buffer or has a part that only the run knows is left as it is. So is a
+    causal one of moderate numbers, which large scores outweigh.
     """
     if not site.terms or not (problem.spec is None or problem.causal_only):
         return False
-    if parts.bias is not None:
-        read = sum(_elements(term.node) for term in site.terms)
-        return parts.padding is None and _elements(parts.bias) < read
-    return parts.padding is None or site.mask is not None
-
-
-def _elements(node: Node) -> int:
-    """Elements a tensor has in memory: an axis that is only expanded counts once."""
-    meta = TensorMeta.of(node.meta["example_value"])
-    return math.prod(n for n, step in zip(meta.shape, meta.stride, strict=True) if step != 0)
+    if site.mask is not None:  # bool
+        return True
+    known = parts.bias is None and parts.padding is None and not parts.buffers
+    return known and parts.empty_rows != "unmasked"
 
 
 def _bound(problem: AttentionProblem, choice: AttentionPlan, ctx: LoweringContext) -> KernelCall:

@@ -23,6 +23,7 @@ from stof_compile.node_ops import (
     permutation,
     same_size,
     shape_of,
+    tensor_meta,
 )
 from stof_compile.static_values import StaticValues
 
@@ -128,8 +129,8 @@ class MaskTree:
         if not self._holds(node):
             self.sums.append(Leaf(node, axes, factor=factor))
             return
-        if name in ZEROS or static.scalar(node) is not None:
-            return  # one number for every score changes nothing
+        if name in ZEROS or _changes_nothing(static.scalar(node), factor):
+            return
         if static.is_static(node) and not static.is_symbolic(node):
             if static.too_large(node):
                 self._large(node, axes, factor, floor)
@@ -154,7 +155,10 @@ class MaskTree:
 
     def _summands(self, node: Node, axes: Axes, factor: float, floor: float) -> None:
         name, static = operation(node), self.static
-        if name == "add" and node.kwargs.get("alpha", 1) == 1:
+        floating = (dtype_of(node) or torch.bool).is_floating_point
+        if _stops_gradient(node) or (name in ("add", "mul") and not floating):
+            self.sums.append(Leaf(node, axes, factor=factor))  # integers may wrap around
+        elif name == "add" and self._is_sum(node, factor):
             for operand in (node.args[0], argument(node, 1, "other")):
                 if isinstance(operand, Node):
                     self.add(operand, _aligned(operand, axes), factor, floor)
@@ -170,7 +174,7 @@ class MaskTree:
             self.add(kept, _aligned(kept, axes), factor, floor)  # type: ignore[arg-type]
         elif name == "mul" and self._product(node, axes, factor, floor):
             return
-        elif is_cast(node) and (dtype_of(node) or torch.bool).is_floating_point:
+        elif is_cast(node) and floating:
             source = node.args[0]
             if dtype_of(source) is not None and dtype_of(source).is_floating_point:  # type: ignore[union-attr]
                 lowest = torch.finfo(dtype_of(node)).min  # type: ignore[arg-type]
@@ -181,6 +185,14 @@ class MaskTree:
             self.add(*inner, factor, floor)
         else:
             self.sums.append(Leaf(node, axes, factor=factor))
+
+    def _is_sum(self, node: Node, factor: float) -> bool:
+        """Whether a node is the sum of its tensors, up to a number that changes nothing."""
+        if node.kwargs.get("alpha", 1) != 1:
+            return False
+        operands = (node.args[0], argument(node, 1, "other"))
+        numbers = [operand for operand in operands if not isinstance(operand, Node)]
+        return all(_changes_nothing(self.static.scalar(number), factor) for number in numbers)
 
     def _fill(self, value: float | None, factor: float, floor: float) -> float | None:
         """Score of a masked entry, or None when the value does not mask."""
@@ -274,6 +286,20 @@ class MaskTree:
             return None
         value, mask = argument(node, 2, "value"), argument(node, 1, "mask")
         return (mask, _aligned(mask, axes)) if isinstance(mask, Node) and value else None
+
+
+def _changes_nothing(value: float | None, factor: float) -> bool:
+    """Whether a number may be added to every score: a finite one that does not mask."""
+    return value is not None and abs(value * factor) < -MASKING_LIMIT
+
+
+def _stops_gradient(node: Node) -> bool:
+    """Whether a node has no gradient although its operands have: ``detach``, ``no_grad``."""
+    value = tensor_meta(node)
+    if value is None or value.requires_grad or not torch.is_grad_enabled():
+        return False
+    operands = map(tensor_meta, node.all_input_nodes)
+    return any(operand is not None and operand.requires_grad for operand in operands)
 
 
 def _aligned(operand: Any, axes: Axes) -> Axes:

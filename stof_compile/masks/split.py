@@ -319,6 +319,9 @@ class _Assembly:
         if not nodes:
             return None
         total = nodes[0] if len(nodes) == 1 else self._derived(("sum", *nodes), _sum_of, *nodes)
+        if total is not self.site.bias and self.facts.static.is_written(total):
+            # the model's sum was its own; a later write must not reach what gradients need
+            total = self._derived(("copy", total), lambda t: t.clone(), total)
         shape = shape_of(total) or ()
         if not is_one(shape[-1]) or is_one(self._key_length()):
             return self._by_keys(total)
