@@ -327,7 +327,9 @@ class PlanFile:
                     f"{PLAN_VERSION}; tune again to write a new plan"
                 )
             return PlanFile.of(Plan.from_dict(plan) for plan in body["graphs"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except StofPlanError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StofPlanError(
                 f"{where}: not a STOF plan ({error!r}); write one with dump_dir or tune again"
             ) from error

@@ -279,3 +279,11 @@ def test_gradient_of_a_mask_of_full_tiles_only(kernel):
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (24,)])
+def test_a_bias_of_fewer_dimensions_without_a_mask(shape):
+    q, k, v = torch.randn(3, 2, 2, 24, 16).unbind()
+    bias = torch.randn(shape)
+    expected = torch.softmax(q @ k.mT * 0.25 + bias, -1) @ v
+    torch.testing.assert_close(sparse_attention(q, k, v, bias=bias), expected, atol=1e-5, rtol=1e-5)

@@ -301,6 +301,8 @@ def _sdpa(
         mask = padding if mask is None else mask & padding
     if bias is not None:
         bias = bias.to(q.dtype)
+        if bias.dim() < 2:  # SDPA wants both lengths
+            bias = bias.expand(q.shape[2], k.shape[2])
         mask = bias if mask is None else torch.where(mask, bias, -float("inf"))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)

@@ -229,10 +229,18 @@ def from_tensor(mask: Tensor) -> MaskSpec:
     return tensor_rules.TensorRule(full.reshape((1,) * (4 - full.dim()) + tuple(full.shape)))
 
 
+LARGEST = 2**30  # of a window, a stride or a number of tokens
+
+
 def _at_least(name: str, argument: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise StofMaskError(
             f"{name}: {argument} is a whole number of at least {low}, got {value!r}"
+        )
+    if value >= LARGEST:
+        raise StofMaskError(
+            f"{name}: {argument} is {value}, and positions are compared in 32 bits; give less than "
+            f"{LARGEST}, the largest length will do"
         )
 
 

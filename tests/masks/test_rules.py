@@ -147,6 +147,8 @@ def test_batch_prefix():
     ("make", "match"),
     [
         (lambda: masks.sliding_window(-1), "at least 0"),
+        (lambda: masks.sliding_window(2**31), "32 bits"),
+        (lambda: masks.prefix_lm(2**63), "32 bits"),
         (lambda: masks.sliding_window(0, causal=True), "at least 1"),
         (lambda: masks.longformer(4, 2.5), "whole number"),
         (lambda: masks.bigbird(4, 4, 1.5), "between 0 and 1"),
