@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,10 +78,20 @@ def stof(
         compiled = _compile_again(captured, facts, example_inputs, plain, True)
     record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
-        folder = write_dump(record, opts.dump_dir)
-        write_atomic(folder / "plan.json", PlanFile.of([outcome.plan]).to_json())
+        _dump(outcome, opts.dump_dir)
     folded = FoldedBuffers(facts.inputs, outcome.folded, example_inputs)
     return with_variants(compiled, partial(_compile_again, captured, facts), opts, record, folded)
+
+
+def _dump(outcome: Outcome, dump_dir: Path) -> None:
+    """Write the dump; where that fails, a graph that took a minute to tune is not thrown away."""
+    try:
+        folder = write_dump(outcome.record, dump_dir)
+        write_atomic(folder / "plan.json", PlanFile.of([outcome.plan]).to_json())
+    except OSError as failure:
+        reason = f"the dump was not written to {dump_dir}: {failure}"
+        logger.warning("%s; `stof_compile.explain` of the compiled function has it", reason)
+        outcome.record.notes.append(reason)
 
 
 Decided = tuple[Outcome, Callable[..., Any] | None]

@@ -38,7 +38,7 @@ from stof_compile.record_fusion import record_fusion
 from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key
 from stof_compile.triton_environment import settle_triton_environment
-from stof_compile.unused_mask import refuse_lost_mask, warn_of_unmatched
+from stof_compile.unused_mask import refuse_lost_mask, warn_of_last_graph, warn_of_unmatched
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ def _rewrite(
     )
     record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
     warn_of_unmatched(resolved, facts)
+    warn_of_last_graph(resolved)
     refuse_lost_mask(resolved, places, opts, record)
     mask_near_misses(gm, near_misses, resolved.by_site)
     record_near_misses(near_misses, opts, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,10 +33,10 @@ class StofOptions:
     mode: str | None = field(
         default=None,
         metadata=_about(
-            "Inductor's mode: default, reduce-overhead (CUDA graphs), max-autotune or "
-            "max-autotune-no-cudagraphs; `mode=` of torch.compile sets the same. Who captures CUDA "
-            "graphs of the calls himself says reduce-overhead and `inductor={'triton.cudagraphs': "
-            "False}`"
+            "Inductor's mode: default, reduce-overhead (CUDA graphs), max-autotune, "
+            "max-autotune-no-cudagraphs, or another one that this torch has; `mode=` of "
+            "torch.compile sets the same. Who captures CUDA graphs of the calls himself "
+            "says reduce-overhead and `inductor={'triton.cudagraphs': False}`"
         ),
     )
     mask: Any = field(
@@ -97,7 +98,10 @@ class StofOptions:
             if isinstance(value, str):
                 object.__setattr__(self, name, Path(value).expanduser())
         if type(self.tune_budget_s) is int:
-            object.__setattr__(self, "tune_budget_s", float(self.tune_budget_s))
+            try:
+                object.__setattr__(self, "tune_budget_s", float(self.tune_budget_s))
+            except OverflowError:  # as large a float is infinite, which is refused below
+                object.__setattr__(self, "tune_budget_s", math.inf)
         _check_types(self)
         _check_values(self)
         object.__setattr__(self, "inductor", _checked_inductor(self.inductor))
@@ -186,17 +190,15 @@ def _check_types(options: StofOptions) -> None:
 
 
 def _check_values(options: StofOptions) -> None:
-    choices: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-        ("mode", MODES),
-        ("attention", ATTENTION_CHOICES),
-    )
+    choices: list[tuple[str, tuple[str, ...]]] = [("attention", ATTENTION_CHOICES)]
+    if options.mode not in MODES:
+        choices.append(("mode", _modes()))
     for name, valid in choices:
         value = getattr(options, name)
         if value not in valid:
-            names = [choice for choice in valid if choice is not None]
             raise StofOptionError(
-                f"option {name!r} cannot be {value!r}{_did_you_mean(value, names)}; "
-                f"valid: {', '.join(names)}"
+                f"option {name!r} cannot be {value!r}{_did_you_mean(value, valid)}; "
+                f"valid: {', '.join(valid)}"
             )
     if options.fusion not in FUSION_CHOICES and not re.fullmatch(SCHEME_CODES, options.fusion):
         raise StofOptionError(
@@ -215,9 +217,30 @@ def _check_values(options: StofOptions) -> None:
         folder = getattr(options, name)
         if folder is not None and folder.exists() and not folder.is_dir():
             raise StofOptionError(f"option {name!r} must be a folder, {folder} is a file")
+    if options.dump_dir is not None:
+        _check_writable(options.dump_dir, "dump_dir")
     if options.plan is not None and not options.plan.is_file():
         raise StofOptionError(f"option 'plan' must be an existing file, {options.plan} is none")
     _check_mask(options.mask, "option 'mask'")
+
+
+def _modes() -> tuple[str, ...]:
+    """Inductor's modes: those of ``MODES``, and what else this version of torch has."""
+    from torch._inductor import list_mode_options
+
+    known = [mode for mode in MODES if mode is not None]
+    return *known, *(mode for mode in list_mode_options() if mode not in known)
+
+
+def _check_writable(folder: Path, name: str) -> None:
+    """Tuning may take a minute; a folder that cannot be made is an error before it."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise StofOptionError(
+            f"option {name!r} must be a folder that can be written, or be made: {folder} cannot, "
+            f"since {there} {why}; give another one"
+        )
 
 
 def _check_mask(mask: Any, where: str) -> None:

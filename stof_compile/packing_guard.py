@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 _version = attrgetter("_version")
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
 _freed = cast("Callable[[int], bool]", torch.UntypedStorage._expired)
+_steps = [0]  # of all optimizers since the first weights were packed
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class PackedWeights:
     Compared are address and version of each tensor, and whether its memory has been freed since
     (new memory may get the old address). That sees ``mul_``, ``load_state_dict``, a replaced
     parameter and ``.data = ...``, but not ``.data.mul_()``, nor writes to inference tensors, which
-    have no version. The buffers keep their addresses: CUDA graphs go on.
+    have no version. Behind a step of any optimizer all are copied: those with ``fused=True``, and
+    others with kernels of their own, leave versions as they are. The buffers keep their addresses:
+    CUDA graphs go on.
     """
 
     def __init__(self, slices: Iterable[PackedSlice]) -> None:
@@ -52,6 +57,7 @@ class PackedWeights:
         self.slices = tuple(replace(s, original=None) for s in ordered)
         self._held = tuple(originals[len(inputs) :])
         self._gather = _gatherer(inputs)
+        _watch_optimizers()
         self._remember(originals)
 
     @property
@@ -81,7 +87,8 @@ class PackedWeights:
             tensors += self._held
         try:
             if (
-                tuple(map(_version, self._with_version(tensors))) == self._versions
+                _steps[0] == self._steps
+                and tuple(map(_version, self._with_version(tensors))) == self._versions
                 and tuple(map(_address, tensors)) == self._addresses
                 and not any(map(_freed, self._storages))
             ):
@@ -91,11 +98,11 @@ class PackedWeights:
         return self._copy(tensors)
 
     def _copy(self, tensors: Sequence[Tensor]) -> int:
-        count = 0
+        count, stepped = 0, _steps[0] != self._steps
         with torch.inference_mode(False), torch.no_grad():
             for number, (s, tensor) in enumerate(zip(self.slices, tensors, strict=True)):
-                freed = _freed(self._storages[number])
-                if not freed and _state(tensor) == self._states[number]:
+                changed = stepped or _freed(self._storages[number])
+                if not changed and _state(tensor) == self._states[number]:
                     continue
                 assert (tensor.shape, tensor.dtype, tensor.device) == (
                     s.part.shape,
@@ -108,6 +115,7 @@ class PackedWeights:
         return count
 
     def _remember(self, tensors: Sequence[Tensor]) -> None:
+        self._steps = _steps[0]
         self._states = [_state(tensor) for tensor in tensors]
         self._addresses = tuple(address for address, _ in self._states)
         self._versions = tuple(version for _, version in self._states if version is not None)
@@ -117,6 +125,25 @@ class PackedWeights:
         # weak: the memory of a parameter that was replaced is not kept alive
         self._references = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._storages = [reference.cdata for reference in self._references]
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Count the steps of all optimizers from now on."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # a compiled step counts up versions, but one with fused=True, which runs outside its graphs
+    if not torch.compiler.is_compiling():
+        _steps[0] += 1
+    elif any(group.get("fused") for group in optimizer.param_groups):
+        _count_outside()
+
+
+@torch.compiler.disable
+def _count_outside() -> None:
+    _steps[0] += 1
 
 
 def _state(tensor: Tensor) -> tuple[int, int | None]:

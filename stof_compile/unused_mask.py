@@ -1,10 +1,12 @@
-"""A mask of the options that no attention of a graph takes: said, or an error."""
+"""A mask of the options that no attention of a graph takes, or may take: said, or an error."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch._guards import CompileContext
 from torch._logging._internal import warning_once
 
 from stof_compile.attention.resolve import ResolvedMasks, path_matches
@@ -28,6 +30,27 @@ def warn_of_unmatched(resolved: ResolvedMasks, facts: CaptureFacts) -> None:
                 "attention takes this mask",
                 key,
             )
+
+
+def warn_of_last_graph(resolved: ResolvedMasks) -> None:
+    """Say it when torch compiles a function for the last time: it runs the next graph of it, that
+    of another length for instance, without any backend, and so without the mask of the options.
+    """
+    limit = torch._dynamo.config.recompile_limit
+    current = CompileContext.current_compile_id()
+    number = None if current is None else current.frame_compile_id
+    # failing at the limit is what the user may have asked for already
+    if number is None or not resolved.by_site or torch._dynamo.config.fail_on_recompile_limit_hit:
+        return
+    if number + 1 == limit:
+        logger.warning(
+            "options['mask']: this is graph %d of %d of one function (recompile_limit); torch will "
+            "run it without STOF, and so without the mask, where it needs another. Raise "
+            "torch._dynamo.config.recompile_limit, compile with dynamic=True, or set "
+            "torch._dynamo.config.fail_on_recompile_limit_hit = True for an error instead",
+            number + 1,
+            limit,
+        )
 
 
 def refuse_lost_mask(

@@ -287,3 +287,49 @@ def test_a_bias_of_fewer_dimensions_without_a_mask(shape):
     bias = torch.randn(shape)
     expected = torch.softmax(q @ k.mT * 0.25 + bias, -1) @ v
     torch.testing.assert_close(sparse_attention(q, k, v, bias=bias), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.zeros(70, 70),
+        torch.ones(70, 70, dtype=torch.int32),
+        torch.ones(1, 70, dtype=torch.bool),
+        torch.ones(70, 69, dtype=torch.bool),
+        torch.ones(70, dtype=torch.bool),
+        torch.ones(3, 1, 70, 70, dtype=torch.bool),
+        torch.ones(3, 70, 70, dtype=torch.bool),
+        torch.ones(1, 2, 4, 70, 70, dtype=torch.bool),
+    ],
+    ids=lambda mask: f"{mask.dtype}{list(mask.shape)}",
+)
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_mask_tensors_that_do_not_fit(mask, softcap, backend, fresh_dynamo):
+    """Compiled as eagerly: SDPA would add a float mask and broadcast one that is too small."""
+
+    def attend(q, k, v, mask):
+        return sparse_attention(q, k, v, mask, softcap=softcap, enable_gqa=True)
+
+    run = attend if backend is None else torch.compile(attend, backend=backend)
+    with pytest.raises(StofError, match="mask"):
+        run(*operands(), mask)
+
+
+def test_head_dim_0_is_refused():
+    q, k, v = (x[..., :0] for x in operands())
+    with pytest.raises(StofError, match="head dim 0"):
+        sparse_attention(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "stof"])
+def test_three_dimensions_of_a_mask_are_batch_and_lengths(backend, fresh_dynamo):
+    """SDPA reads them as heads and lengths."""
+    q, k, v = (x[:, :2] for x in operands())
+    keep = torch.rand(2, 70, 70) < 0.3
+
+    def attend(q, k, v):
+        return sparse_attention(q, k, v, keep)
+
+    run = attend if backend is None else torch.compile(attend, backend=backend)
+    assert_close(run(q, k, v), reference(masks.from_tensor(keep), q, k, v))

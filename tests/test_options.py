@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stof_compile import StofError, StofOptionError, StofOptions
-from stof_compile.options import options_table
+from stof_compile.options import MODES, options_table
 
 
 def build(**options):
@@ -36,6 +36,7 @@ def test_defaults():
         ({"tune_budget_s": -1}, [">= 0", "-1"]),
         ({"tune_budget_s": float("nan")}, ["finite"]),
         ({"tune_budget_s": float("inf")}, ["finite"]),
+        ({"tune_budget_s": 10**400}, ["finite"]),
         ({"tune_budget_s": "60"}, ["number of seconds", "'60' (str)"]),
         ({"tune_budget_s": True}, ["number of seconds"]),
         ({"seed": 1.5}, ["'seed' must be an int"]),
@@ -74,6 +75,26 @@ def test_folder_options_refuse_files(tmp_path):
     for name in ("dump_dir", "cache_dir"):
         with pytest.raises(StofOptionError, match="is a file"):
             build(**{name: file})
+
+
+def test_a_dump_that_cannot_be_written_is_refused_before_tuning(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StofOptionError, match="file is a file; give another"):
+        build(dump_dir=file / "below" / "it")
+    build(dump_dir=tmp_path / "new" / "one")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("os.access", lambda path, how: Path(path) != tmp_path)
+    with pytest.raises(StofOptionError, match="may not be written to"):
+        build(dump_dir=tmp_path / "new")
+
+
+def test_every_mode_of_this_torch_is_accepted():
+    from torch._inductor import list_mode_options
+
+    assert {mode for mode in MODES if mode} <= set(list_mode_options())
+    for mode in list_mode_options():
+        assert build(mode=mode).mode == mode
 
 
 def test_accepted(tmp_path):

@@ -15,7 +15,7 @@ import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
 from stof_compile.attention.call import honest_config, mask_arrays
-from stof_compile.attention.operands import check_operands
+from stof_compile.attention.operands import check_operands, check_tensor_mask
 from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
@@ -88,9 +88,10 @@ def sparse_attention(
             ``enable_gqa``.
         v: [batch, kv_heads, k_len, value_dim].
         mask: a rule of `stof_compile.masks`, a mask_mod(b, h, q_idx, kv_idx), a bool tensor
-            [q_len, k_len] to [batch, heads, q_len, k_len] with True = attend, a FlexAttention
-            BlockMask, or None. Positions of queries and keys count from 0, as in FlexAttention,
-            also where q_len != k_len; ``causal(lower_right=True)`` aligns the ends instead.
+            [q_len, k_len], [batch, q_len, k_len] or [batch, heads, q_len, k_len] with True =
+            attend, a FlexAttention BlockMask, or None. Positions of queries and keys count from 0,
+            as in FlexAttention, also where q_len != k_len; ``causal(lower_right=True)`` aligns the
+            ends instead.
         key_keep: bool [batch or 1, k_len], True where a key is real and not padding.
         bias: float, broadcastable to [batch, heads, q_len, k_len], added to the scores; -inf masks
             exactly.
@@ -110,10 +111,14 @@ def sparse_attention(
             asked.
     """
     check_operands(q, k, v, key_keep, bias, enable_gqa)
+    if isinstance(mask, Tensor):
+        check_tensor_mask(mask, q, k)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     dense_only = softcap <= 0 and not return_lse
     if torch.compiler.is_dynamo_compiling():
         if dense_only and (mask is None or isinstance(mask, Tensor)):
+            if mask is not None and mask.dim() == 3:  # of each batch row, SDPA takes it for heads
+                mask = mask[:, None]
             return _sdpa(q, k, v, mask, key_keep, bias, factor)
         tensors: list[Tensor] = []
         text = trace_rule(masks.dense() if mask is None else mask, tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof_compile.errors import StofError
+from stof_compile.errors import StofError, StofMaskError
 
 
 def check_operands(
@@ -25,6 +25,10 @@ def check_operands(
         raise StofError(
             "sparse_attention: q [B,H,Q,D], k [B,G,K,D] and v [B,G,K,E] must agree; "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if q.shape[3] == 0:
+        raise StofError(
+            f"sparse_attention: q has head dim 0, it must be at least 1; {list(q.shape)}"
         )
     if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
         raise StofError(
@@ -66,3 +70,28 @@ def check_operands(
                 f"sparse_attention: bias is a float tensor broadcastable to {list(full)}; "
                 f"got {bias.dtype} {list(bias.shape)}"
             )
+
+
+def check_tensor_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """Check a mask tensor; SDPA would add a float one and broadcast one that is too small.
+
+    Raises:
+        StofMaskError: it is not bool, or does not fit.
+    """
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    leading = {2: (), 3: full[:1], 4: full[:2]}.get(mask.dim())
+    if (
+        leading is None
+        or mask.shape[-2:] != full[2:]
+        or any(size not in (1, wanted) for size, wanted in zip(mask.shape, leading, strict=False))
+    ):
+        raise StofMaskError(
+            "sparse_attention: a mask tensor is [q_len, k_len], [batch, q_len, k_len] or [batch, "
+            f"heads, q_len, k_len], here {list(full)}, batch and heads may be 1; "
+            f"got {list(mask.shape)}; give a rule where lengths vary"
+        )
+    if mask.dtype != torch.bool:
+        raise StofMaskError(
+            f"sparse_attention: a mask tensor is bool with True = attend, got {mask.dtype}; "
+            "pass what is added to the scores as bias="
+        )

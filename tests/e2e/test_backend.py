@@ -8,6 +8,7 @@ import torch
 from models import BATCH, HEADS, LENGTH, HandWritten, hand_written, hf_bert, hf_gpt2
 from running import NO_TIMING, assert_same, masked, without_flex, without_inductor
 from torch import nn
+from torch._inductor import list_mode_options
 from torch.nn import functional as F
 
 from stof_compile import attention_kernel, backend, explain, masks
@@ -367,3 +368,26 @@ def test_the_whole_way_through_inductor(fresh_dynamo):
         expected = model(**inputs)
     assert_same(fast(**inputs), expected)
     assert explain(fast).sites[0].shape["q_heads"] == HEADS
+
+
+@torch.no_grad()
+def test_a_dump_that_fails_loses_nothing_else(quick, tmp_path, monkeypatch, caplog):
+    def full(record, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stof_compile.backend.write_dump", full)
+    model, x = Attend(), torch.randn(1, 8, 32)
+    with caplog.at_level(logging.WARNING, logger="stof_compile"):
+        fast = stof(model, dump_dir=tmp_path)
+        assert_same(fast(x), model(x))
+    (note,) = (note for note in explain(fast).graphs[0].notes if "dump" in note)
+    assert "No space left" in note and note in caplog.text
+
+
+@pytest.mark.skipif("lite" not in list_mode_options(), reason="this torch has no such mode")
+@torch.no_grad()
+def test_mode_lite(fresh_dynamo):
+    model, inputs = hf_bert("sdpa", True, layers=1)
+    with without_flex():
+        fast = torch.compile(model, backend="stof", mode="lite")
+        assert_same(fast(**inputs), model(**inputs))

@@ -169,3 +169,60 @@ def test_a_check_takes_microseconds():
     plain = microseconds(lambda: [(t.data_ptr(), t._version) for t in tensors])
     assert guard.refresh(inputs) == 0
     assert microseconds(lambda: guard.refresh(inputs)) < 2 * plain
+
+
+@pytest.mark.parametrize("stepping", ["called", "compiled"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_steps_of_optimizers_take_effect(kind, fused, stepping, fresh_dynamo):
+    """Those with ``fused=True`` leave versions as they are."""
+    model, backend, x = Three(), Packing(False), rows()
+    fast = torch.compile(model, backend=backend)
+    optimizer = kind(model.parameters(), lr=0.1, fused=fused)
+    step = torch.compile(optimizer.step) if stepping == "compiled" else optimizer.step
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x))
+            fast(x)
+            assert backend.copied == 0
+        optimizer.zero_grad()
+        sum(out.sum() for out in model(x)).backward()
+        step()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+        assert backend.copied == 6
+
+
+class OwnKernels(torch.optim.Optimizer):
+    """As optimizers of other packages: autograd does not see what they write."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+
+
+def test_steps_of_optimizers_of_other_packages_take_effect(fresh_dynamo):
+    model, backend, x = Three(), Packing(False), rows()
+    fast = torch.compile(model, backend=backend)
+    optimizer = OwnKernels(model.parameters(), {})
+    with torch.no_grad():
+        fast(x)
+        optimizer.step()
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_compiled_steps_are_not_compiled_anew(fresh_dynamo):
+    weight = nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.ones(4, 4)
+    PackedWeights([PackedSlice(0, 0, weight, torch.empty(4, 4))])
+    seen = []
+
+    def backend(gm, inputs):
+        seen.append(gm)
+        return gm.forward
+
+    step = torch.compile(torch.optim.SGD([weight], lr=0.1).step, backend=backend)
+    for _ in range(5):
+        step()
+    assert len(seen) == 1
