@@ -66,6 +66,21 @@ def has_effects(graph: Graph) -> bool:
     return False
 
 
+def no_border(first: Node, last: Node) -> bool:
+    """Whether nothing between two nodes of a graph, the later one last, can change what is switched
+    on: then their :func:`region_states` are equal.
+    """
+    node = first.next
+    while node is not last and node.op != "root":
+        name = raw_name(node)
+        if name in REGION_ENTERS or name in REGION_EXITS or name in GRAD_MODES:
+            return False
+        if name.startswith(BARRIERS):
+            return False
+        node = node.next
+    return True
+
+
 def region_states(graph: Graph) -> dict[Node, tuple[object, ...]]:
     """Every node with what is switched on around it; nodes of equal states compute alike.
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from stof_compile.between import switches_gradients_on
 from stof_compile.budget import Budget
@@ -308,25 +308,26 @@ class Fusion:
                 result.unplanned.append(tuner.name)
         ctx.use(whole)
         calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+        nodes = {node.name: node for node in gm.graph.nodes}
         for key, places in alike.items():
             for chain in places if key in result.chains else ():
-                calls += self._calls(chain, result.chains[key])
+                calls += self._calls(chain, result.chains[key], nodes)
         result.segments = rewrite_segments(gm, calls)
 
     def _calls(
-        self, chain: OpChain, chosen: ChainPlan
+        self, chain: OpChain, chosen: ChainPlan, nodes: Mapping[str, Node]
     ) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
         """The calls that replace the segments of one occurrence of a chain."""
         gm = self._gm
         templates = {template.name: template for template in self._templates}
-        ops = op_list(chain, {node.name: node for node in gm.graph.nodes})
+        ops = op_list(chain, nodes)
         calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
         for segment in chosen.segments:
             if segment.template == LIBRARY:
                 continue
             start, stop = span(ops, segment.start, segment.stop)
             reason = segment_refusal(chain, start, stop, gm, self._facts)
-            recipe = read_recipe(gm, chain, start, stop)
+            recipe = read_recipe(gm, chain, start, stop, nodes)
             if reason is not None or not isinstance(recipe, Recipe):
                 logger.info("%s is left to Inductor: %s", chain.ops[start].name, reason or recipe)
                 continue

@@ -97,7 +97,7 @@ def tile_space(product: Product, device: DeviceFacts, names: Sequence[str]) -> C
         names: the fields of :class:`Tile` that are dimensions; the others keep their defaults.
     """
     ranked = ranked_tiles(product, device, names)
-    kept = {tuple(tile.config(names).values()) for tile in ranked}
+    kept = frozenset(tuple(tile.config(names).values()) for tile in ranked)
     dims = {name: tuple(sorted({getattr(tile, name) for tile in ranked})) for name in names}
 
     def refusal(config: Mapping[str, Value]) -> str | None:
@@ -106,7 +106,7 @@ def tile_space(product: Product, device: DeviceFacts, names: Sequence[str]) -> C
         tile = Tile(**{name: int(config[name]) for name in names})
         return unfit(tile, product, device) or "others are estimated to be faster"
 
-    return ConfigSpace(dims, refusal)
+    return ConfigSpace(dims, refusal, kept)
 
 
 def ranked_tiles(product: Product, device: DeviceFacts, names: Sequence[str] = ()) -> list[Tile]:

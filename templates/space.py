@@ -20,10 +20,13 @@ class ConfigSpace:
         dims: dimension -> its values, in order of size where they have one.
         refusal: config -> why it cannot run here (shared memory, registers, a tile larger than the
             problem), None if it can; asked before anything is compiled.
+        kept: values of the only configs that are not refused, in the order of ``dims``, where they
+            are known; None = ``refusal`` is asked for each.
     """
 
     dims: Mapping[str, tuple[Value, ...]]
     refusal: Callable[[Mapping[str, Value]], str | None] = lambda config: None
+    kept: frozenset[tuple[Value, ...]] | None = None
 
     def __len__(self) -> int:
         return len(self.configs())
@@ -31,7 +34,7 @@ class ConfigSpace:
     def __contains__(self, config: Mapping[str, Value]) -> bool:
         known = config.keys() == self.dims.keys()
         known = known and all(config[name] in values for name, values in self.dims.items())
-        return known and self.refusal(config) is None
+        return known and self._runs(tuple(config[name] for name in self.dims))
 
     @property
     def points(self) -> int:
@@ -40,12 +43,16 @@ class ConfigSpace:
 
     def configs(self) -> list[Config]:
         """Every config that can run, in the order of the dimensions."""
-        found = []
-        for values in product(*self.dims.values()):
-            config = dict(zip(self.dims, values, strict=True))
-            if self.refusal(config) is None:
-                found.append(config)
-        return found
+        combinations = product(*self.dims.values())
+        return [self._config(values) for values in combinations if self._runs(values)]
+
+    def _runs(self, values: tuple[Value, ...]) -> bool:
+        if self.kept is not None:
+            return values in self.kept
+        return self.refusal(self._config(values)) is None
+
+    def _config(self, values: tuple[Value, ...]) -> Config:
+        return dict(zip(self.dims, values, strict=True))
 
 
 def near(first: Mapping[str, Value], second: Mapping[str, Value]) -> bool:

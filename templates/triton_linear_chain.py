@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 
 import torch
@@ -75,20 +76,22 @@ class TritonLinearChain(Template):
 
     def space(self, recipe: Recipe, device: DeviceFacts) -> ConfigSpace:
         """The tiles estimated to be fastest in both layers together."""
-        ranked = _ranked(recipe, device)
-        kept = {tuple(config.values()) for config in ranked}
+        hidden, result = _layers(recipe)
+        ranked = _ranked(hidden, result, device, hidden.exact_fp32)
+        kept = frozenset(tuple(config[name] for name in DIMENSIONS) for config in ranked)
         dims = {name: tuple(sorted({config[name] for config in ranked})) for name in DIMENSIONS}
 
         def refusal(config: Mapping[str, Value]) -> str | None:
             if tuple(config[name] for name in DIMENSIONS) in kept:
                 return None
-            return _unfit(config, recipe, device) or "others are estimated to be faster"
+            return _unfit(config, hidden, result, device) or "others are estimated to be faster"
 
-        return ConfigSpace(dims, refusal)
+        return ConfigSpace(dims, refusal, kept)
 
     def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
         """The tile estimated to be fastest."""
-        return _ranked(recipe, device)[0]
+        hidden, result = _layers(recipe)
+        return dict(_ranked(hidden, result, device, hidden.exact_fp32)[0])
 
     def build(self, recipe: Recipe, config: Mapping[str, Value]) -> Call:
         """The call that runs a recipe with a config."""
@@ -142,8 +145,9 @@ def _tiles(config: Mapping[str, Value]) -> tuple[Tile, Tile]:
     )
 
 
-def _unfit(config: Mapping[str, Value], recipe: Recipe, device: DeviceFacts) -> str | None:
-    hidden, result = _layers(recipe)
+def _unfit(
+    config: Mapping[str, Value], hidden: Product, result: Product, device: DeviceFacts
+) -> str | None:
     first, second = _tiles(config)
     if int(config["block_k"]) > int(config["block_h"]):
         return "block_k is larger than block_h"
@@ -157,16 +161,18 @@ def _unfit(config: Mapping[str, Value], recipe: Recipe, device: DeviceFacts) -> 
     return unfit(first, hidden, device) or unfit(second, result, device)
 
 
-def _ranked(recipe: Recipe, device: DeviceFacts) -> list[Config]:
+@lru_cache(maxsize=256)  # a search asks for the same products many times
+def _ranked(
+    hidden: Product, result: Product, device: DeviceFacts, exact_fp32: bool
+) -> tuple[Config, ...]:
     """At most :data:`MAX_CONFIGS` configs that fit, the one estimated to be fastest first."""
-    hidden, result = _layers(recipe)
 
     def time_us(config: Config) -> float:
         first, second = _tiles(config)
         return estimate_us(first, hidden, device) + estimate_us(second, result, device)
 
     edges: tuple[tuple[int, ...], ...]
-    if hidden.exact_fp32:
+    if exact_fp32:
         edges = ((16, 32, 64), (32, 64), (32, 64), (16, 32), (4, 8), (2, 3))
     else:
         edges = ((16, 32, 64, 128), (32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4, 5))
@@ -175,7 +181,7 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[Config]:
         config: Config = dict(zip(DIMENSIONS, values, strict=True))
         tiles = _tiles(config)
         sums = [t.block_m * t.block_n // (32 * t.num_warps) for t in tiles]
-        if min(sums) >= 8 and max(sums) <= 64 and _unfit(config, recipe, device) is None:
+        if min(sums) >= 8 and max(sums) <= 64 and _unfit(config, hidden, result, device) is None:
             fitting.append((time_us(config), config))
     fitting.sort(key=lambda timed: timed[0])
     found: list[Config] = []
@@ -186,4 +192,4 @@ def _ranked(recipe: Recipe, device: DeviceFacts) -> list[Config]:
             seen[kind] = seen.get(kind, 0) + 1
             found.append(config)
     smallest: Config = {**_SMALLEST, "num_warps": 4, "num_stages": 2, "split_k": 1}
-    return found or [smallest]  # fits every device and every problem
+    return tuple(found) or (smallest,)  # fits every device and every problem

@@ -40,15 +40,15 @@ class TritonLinearNorm(Template):
         A pipeline is as deep as its loop and shared memory allow.
         """
         offered = offered_configs(_size(recipe), device)
-        keys = {tuple(config.values()) for config in offered}
+        kept = frozenset(tuple(config[name] for name in DIMS) for config in offered)
         dims = {name: tuple(sorted({config[name] for config in offered})) for name in DIMS}
 
         def refusal(config: Mapping[str, Value]) -> str | None:
-            if tuple(config[name] for name in DIMS) in keys:
+            if tuple(config[name] for name in DIMS) in kept:
                 return None
             return "this tile, split and pipeline do not suit the sizes, or do not fit the device"
 
-        return ConfigSpace(dims, refusal)
+        return ConfigSpace(dims, refusal, kept)
 
     def first(self, recipe: Recipe, device: DeviceFacts) -> Config:
         """The first tile whose programs fill the device."""

@@ -34,7 +34,8 @@ class Neighbours:
                 continue  # in no chain: a constant, or an op unknown here
             if kind.family in JOINED:
                 chain, place = self._homes[node.name]
-                left = not isinstance(read_recipe(gm, chain, place, place + 1), Recipe)
+                recipe = read_recipe(gm, chain, place, place + 1, self._nodes)
+                left = not isinstance(recipe, Recipe)
             else:
                 left = not self._left.isdisjoint(self._made_by(node))
                 left = left and not self._is_epilogue(node)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from stof_compile.between import region_states, written_by
+from stof_compile.between import no_border, region_states, written_by
 from stof_compile.capture import CaptureFacts
 from stof_compile.fusion.chain import OpChain
 from stof_compile.fusion.op_kind import op_kind
@@ -104,6 +104,8 @@ def _foreign_input(nodes: Sequence[Node], facts: CaptureFacts) -> str | None:
 
 
 def _region_border(graph: Graph, nodes: Sequence[Node]) -> str | None:
+    if no_border(nodes[0], nodes[-1]):
+        return None
     regions, states = region_states(graph), dict[tuple[object, ...], str]()
     for node in nodes:
         states.setdefault(regions[node], node.name)

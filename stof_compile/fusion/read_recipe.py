@@ -45,18 +45,26 @@ def segment_operands(chain: OpChain, start: int, stop: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def read_recipe(gm: GraphModule, chain: OpChain, start: int, stop: int) -> Recipe | str:
+def read_recipe(
+    gm: GraphModule,
+    chain: OpChain,
+    start: int,
+    stop: int,
+    nodes: Mapping[str, Node] | None = None,
+) -> Recipe | str:
     """Read what a segment computes.
 
     Args:
         gm: the graph the chain was found in, unchanged since.
         chain: the chain. start, stop: its ops ``start <= i < stop``.
+        nodes: those of the graph by name; who asks often makes the table once.
     Returns:
         The recipe, or why there is none: an operation that no step stands for (attention, a
         product of two activations, a permutation), a symbolic size, a value that is no
         floating-point tensor.
     """
-    nodes = {node.name: node for node in gm.graph.nodes}
+    if nodes is None:
+        nodes = {node.name: node for node in gm.graph.nodes}
     outside = segment_operands(chain, start, stop)
     refs = {nodes[name]: Ref("operand", i) for i, name in enumerate(outside)}
     steps: list[Step] = []

@@ -45,6 +45,7 @@ class ChainSegments:
         self._claimed = frozenset(claimed)
         self._gm, self._chain, self.ops, self._legality, self.ctx = gm, chain, ops, legality, ctx
         self._bench = ctx.bench
+        self._nodes = {node.name: node for node in gm.graph.nodes}
         self._recipes: dict[Span, Recipe | str] = {}
         self._spaces: dict[Span, list[Candidate]] = {}
 
@@ -116,7 +117,7 @@ class ChainSegments:
         """What a segment computes, or why no recipe says it."""
         if place not in self._recipes:
             start, stop = span(self.ops, *place)
-            self._recipes[place] = read_recipe(self._gm, self._chain, start, stop)
+            self._recipes[place] = read_recipe(self._gm, self._chain, start, stop, self._nodes)
         return self._recipes[place]
 
     def space(self, place: Span) -> list[Candidate]:

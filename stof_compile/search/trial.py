@@ -6,7 +6,6 @@ file a segment through the store, under the store's lock, so processes share the
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -229,7 +228,7 @@ _Key = tuple[str, str]
 
 def _key(template: str, config: Config) -> _Key:
     # as text, because 1 and True are equal as keys and different as values
-    return template, json.dumps(dict(config), sort_keys=True)
+    return template, ",".join(f"{name}={config[name]!r}" for name in sorted(config))
 
 
 def _frozen(config: Config) -> tuple[tuple[str, Value], ...]:
