@@ -26,9 +26,20 @@ from filelock import FileLock
 from stof_compile.dump_text import summary_of
 from stof_compile.errors import StofPlanError
 from stof_compile.plan import AttentionPlan, ChainPlan, PackPlan
+from stof_compile.typed_json import typed
 
 STAGES = ("captured", "normalized", "rewritten")
 FORMAT = 1
+
+
+@dataclass
+class _Picture:
+    """``masks.tile_map``, to check one that was read."""
+
+    tiles: list[int]
+    block: list[int]
+    planes: int
+    cells: list[str]
 
 
 @dataclass
@@ -70,7 +81,10 @@ class SiteRecord:
         """Rebuild a site from its JSON form."""
         choice = data.get("choice")
         plan = AttentionPlan.from_dict(choice) if choice else None
-        return SiteRecord(**{**data, "choice": plan})
+        density = data.get("statistics", {}).get("density", 1.0)
+        if not isinstance(density, (int, float)):
+            raise TypeError(f"density is {density!r}, which is no float")
+        return typed(SiteRecord(**{**data, "choice": plan}))
 
 
 @dataclass
@@ -157,10 +171,12 @@ class Record:
             sites = [SiteRecord.from_dict(site) for site in body.pop("sites")]
             chains = [ChainPlan.from_dict(chain) for chain in body.pop("chains")]
             packs = [PackPlan.from_dict(pack) for pack in body.pop("packs")]
-            return Record(
-                **body, sites=sites, chains=chains, packs=packs, graphs=dict(graphs or {})
+            for picture in body.get("pictures", {}).values():
+                typed(_Picture(**picture))
+            return typed(
+                Record(**body, sites=sites, chains=chains, packs=packs, graphs=dict(graphs or {}))
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, StofPlanError):
                 raise
             raise StofPlanError(

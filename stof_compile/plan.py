@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stof_compile.errors import StofPlanError
+from stof_compile.typed_json import typed
 
 PLAN_VERSION = 3
 
@@ -70,13 +71,19 @@ class AttentionPlan:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> AttentionPlan:
-        """Rebuild a plan entry from its JSON form."""
-        return AttentionPlan(
-            kernel=data["kernel"],
-            config=tuple(data["config"]),
-            source=data["source"],
-            reason=data["reason"],
-            candidates=tuple(Candidate.from_dict(c) for c in data.get("candidates", ())),
+        """Rebuild a plan entry from its JSON form.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is none; also those of the entries below.
+        """
+        return typed(
+            AttentionPlan(
+                kernel=data["kernel"],
+                config=tuple(data["config"]),
+                source=data["source"],
+                reason=data["reason"],
+                candidates=tuple(Candidate.from_dict(c) for c in data.get("candidates", ())),
+            )
         )
 
 
@@ -182,7 +189,7 @@ class ChainPlan:
         segments = tuple(SegmentPlan.from_dict(segment) for segment in data["segments"])
         moves = tuple(MovePlan(**move) for move in data.get("moves", ()))
         kinds = tuple(data["kinds"])
-        return ChainPlan(**{**data, "kinds": kinds, "segments": segments, "moves": moves})
+        return typed(ChainPlan(**{**data, "kinds": kinds, "segments": segments, "moves": moves}))
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ class PackPlan:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PackPlan:
         """Rebuild a decision from its JSON form."""
-        return PackPlan(**{**data, "sizes": tuple(data["sizes"])})
+        return typed(PackPlan(**{**data, "sizes": tuple(data["sizes"])}))
 
 
 @dataclass(frozen=True)
@@ -263,14 +270,16 @@ class Plan:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Plan:
         """Rebuild a plan from its JSON form."""
-        return Plan(
-            environment=str(data["environment"]),
-            attention={k: AttentionPlan.from_dict(v) for k, v in data["attention"].items()},
-            chains={k: ChainPlan.from_dict(v) for k, v in data["chains"].items()},
-            packs={k: PackPlan.from_dict(v) for k, v in data["packs"].items()},
-            graph=str(data["graph"]),
-            about=str(data["about"]),
-            fusion=bool(data["fusion"]),
+        return typed(
+            Plan(
+                environment=data["environment"],
+                attention={k: AttentionPlan.from_dict(v) for k, v in data["attention"].items()},
+                chains={k: ChainPlan.from_dict(v) for k, v in data["chains"].items()},
+                packs={k: PackPlan.from_dict(v) for k, v in data["packs"].items()},
+                graph=data["graph"],
+                about=data["about"],
+                fusion=data["fusion"],
+            )
         )
 
 

@@ -283,7 +283,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # ValueError: broken JSON or broken UTF-8
+    # ValueError: broken JSON or broken UTF-8; RecursionError: brackets in brackets
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("stored file %s is unreadable and ignored: %s", path, error)
         return None
     if not isinstance(body, dict):

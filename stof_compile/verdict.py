@@ -27,6 +27,7 @@ from stof_compile.inductor import compile_with_inductor, is_replayed, uses_cuda_
 from stof_compile.measure import time_in_turns
 from stof_compile.options import StofOptions
 from stof_compile.store import Store
+from stof_compile.typed_json import typed
 
 logger = logging.getLogger("stof_compile")
 
@@ -137,13 +138,14 @@ def fastest_form(
 
 def _held(store: Store | None, key: str, forms: Collection[str]) -> Verdict | None:
     value = None if store is None else store.get(STORE_KIND, key)
-    if value is None or value.get("winner") not in forms:
+    if value is None:
         return None
     try:
-        return replace(Verdict(**value), source="store")
+        held = typed(Verdict(**value))
     except TypeError as error:
         logger.warning("a stored verdict cannot be read (%r) and is taken anew", error)
         return None
+    return replace(held, source="store") if held.winner in forms else None
 
 
 def _compile(

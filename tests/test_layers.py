@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"options", "errors", "device", "plan", "budget"}),
+    frozenset({"options", "errors", "device", "plan", "budget", "typed_json"}),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "launchers"}
         | {"measure", "replay", "store", "capture", "normalize"}

@@ -18,12 +18,13 @@ from dataclasses import replace
 import torch
 
 from stof_compile.attention.agree import agree
+from stof_compile.attention.call import CUDNN
 from stof_compile.attention.decision_table import decide, plausible_configs
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.trial import compile_together, measure_candidate
 from stof_compile.budget import Budget
 from stof_compile.device import device_facts
-from stof_compile.errors import StofOptionError, StofUnsupportedError
+from stof_compile.errors import StofOptionError, StofPlanError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.options import StofOptions
@@ -88,9 +89,17 @@ def choose(
     Raises:
         StofOptionError: a kernel was forced that this device does not have.
         StofUnsupportedError: a kernel was forced that cannot run this problem.
+        StofPlanError: the plan has a choice that no problem on this device can have.
     """
     if plan is not None and problem.key in plan.attention:
-        return replace(plan.attention[problem.key], source="plan", candidates=())
+        given = plan.attention[problem.key]
+        wrong = _impossible(given, problem.device.type)
+        if wrong:
+            raise StofPlanError(
+                f"the plan's choice for {problem.describe()} cannot be followed: {wrong}; "
+                "tune again"
+            )
+        return replace(given, source="plan", candidates=())
     device = problem.device.type
     kernels = KERNELS.get(device)
     if kernels is None:
@@ -108,10 +117,15 @@ def choose(
         if held is None:
             return None
         try:
-            return replace(AttentionPlan.from_dict(held), source="store")
+            found = AttentionPlan.from_dict(held)
         except (KeyError, TypeError, AttributeError) as error:
             logger.warning("a stored choice cannot be read (%r) and is measured anew", error)
             return None
+        wrong = _impossible(found, device)
+        if wrong:
+            logger.warning("a stored choice cannot be followed (%s) and is measured anew", wrong)
+            return None
+        return replace(found, source="store")
 
     def decide_here() -> AttentionPlan:
         found = held_choice()
@@ -128,6 +142,19 @@ def choose(
         ),
         patience_s=options.tune_budget_s + 60.0,
     )
+
+
+def _impossible(choice: AttentionPlan, device: str) -> str:
+    """Why no problem on a device has such a choice, empty when one may."""
+    kernels, config = KERNELS.get(device, ("sdpa",)), choice.config
+    if choice.kernel not in kernels:
+        return f"kernel {choice.kernel!r} is none of {device}: {', '.join(kernels)}"
+    if choice.kernel == "sdpa":
+        wrong = config not in ((), CUDNN)
+    else:  # tile edges come first
+        edges = config[:2]
+        wrong = len(edges) < 2 or min(config) < 0 or any(n < 1 or n & (n - 1) for n in edges)
+    return f"config {list(config)} is none of {choice.kernel}" if wrong else ""
 
 
 def _choose_by_paper(problem: AttentionProblem, device: str) -> AttentionPlan:

@@ -70,18 +70,25 @@ def _run(arguments: list[str]) -> int:
     try:
         typer.main.get_command(app)(args=arguments, prog_name="stof")
     except SystemExit as end:
+        refused = end.__context__  # what typer has told people already
+        if "--json" in arguments and refused and hasattr(refused, "format_message"):
+            _print_error(refused.format_message(), refused)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         status, message = _told(error)
         if status is None:
             raise
         if "--json" in arguments:
-            with suppress(BrokenPipeError):  # what was wrong counts more than that nobody reads it
-                print_json({"error": message, "kind": type(error).__name__})
+            _print_error(message, error)
         console = Console(stderr=True)
         console.print(f"stof: {message}", markup=False, highlight=False, soft_wrap=True)
         return status
     return 0
+
+
+def _print_error(message: str, error: BaseException) -> None:
+    with suppress(BrokenPipeError):  # what was wrong counts more than that nobody reads it
+        print_json({"error": message, "kind": type(error).__name__})
 
 
 def _told(error: Exception) -> tuple[int | None, str]:

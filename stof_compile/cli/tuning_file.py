@@ -77,7 +77,8 @@ class TuningFile:
             body = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise StofPlanError(f"{path} cannot be read: {error}") from error
-        except ValueError as error:  # broken JSON or broken UTF-8
+        # ValueError: broken JSON or broken UTF-8; RecursionError: brackets in brackets
+        except (ValueError, RecursionError) as error:
             raise StofPlanError(
                 f"{path} is no tuning file, or a damaged one ({error}): copy it again, or write it "
                 "again with `stof cache export`"
@@ -100,7 +101,10 @@ class TuningFile:
             key, made = str(body["environment"]["key"]), str(body["made"])
             file = TuningFile(key, items, made, int(body["store_format"]))
             whole = file._checksum() == body["checksum"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            for name in (key, *(name for item in items for name in item[:2])):
+                name.encode()  # lone surrogates name no file
+        # OverflowError: a format of infinity
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StofPlanError(
                 f"{path} is a damaged tuning file ({error!r}): copy it again, or write it again "
                 "with `stof cache export`"

@@ -234,7 +234,7 @@ class MaskSpec:
 
         try:
             node = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise StofMaskError(f"not the JSON of a mask rule: {error}") from error
         return decode(node, tensors)
 

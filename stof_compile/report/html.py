@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,6 +15,7 @@ from stof_compile.report.search_part import search_section
 from stof_compile.report.sites_part import sites_section
 from stof_compile.report.terminal import microseconds
 from stof_compile.report.time_part import rest_section, time_section
+from stof_compile.store import write_named
 
 SECTIONS = (
     ("graph", "graph"),
@@ -35,14 +35,7 @@ def write_html(reports: Sequence[GraphReport], where: str, path: Path) -> Path:
     Raises:
         OSError: the page cannot be written.
     """
-    text = html_page(reports, where)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_named(path, html_page(reports, where))
     return path
 
 

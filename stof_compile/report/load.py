@@ -83,7 +83,7 @@ def load_ceilings(path: Path, records: list[Record]) -> Ceilings:
         body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found = Ceilings(float(body["copy_tb_s"]), float(body["matmul_tflops"]))
         device = str(body["device"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StofPlanError(
             f"--ceilings {path}: cannot be read ({error!r}); it has to be JSON with device, "
             "copy_tb_s and matmul_tflops, as bench/ writes beside its CSV"
