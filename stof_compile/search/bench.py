@@ -156,8 +156,9 @@ class DeviceBench:
         for template in self.templates:
             if template.name == candidate.template and self._runs(template, recipe):
                 settings = candidate.settings
-                first = template.first(recipe, self.facts)
-                return settings == first or settings in template.space(recipe, self.facts)
+                if settings in template.space(recipe, self.facts):  # first ranks: asked last
+                    return True
+                return settings == template.first(recipe, self.facts)
         return False
 
     def first(self, recipe: Recipe) -> Candidate | None:
