@@ -195,10 +195,10 @@ def _band(mask: BlockMask) -> list[int]:
     return [] if rule is None else [rule.lo, rule.hi, rule.global_q, rule.global_k, rule.cap]
 
 
-def bind(kernel: str, trial: Trial, mask: BlockMask, scale: float) -> Any:
+def bind(kernel: str, trial: Trial, mask: BlockMask, scale: float, planes: int) -> Any:
     """A kernel's launcher as ``(q, k, v) -> out``."""
     operator = getattr(torch.ops.stof, f"attention_{kernel}")
-    config = honest_config(mask, trial.config) if kernel == "block" else trial.config
+    config = honest_config(mask, trial.config, planes) if kernel == "block" else trial.config
     arrays = mask_arrays(mask, config if kernel == "block" else ()).values()
     band = _band(mask) if trial.form == "band" else []
 
@@ -212,7 +212,7 @@ def _measure(
     cell: Cell, kernel: str, trial: Trial, mask: BlockMask, prepared: Prepared, device: torch.device
 ) -> dict[str, Any] | str:
     """A row, or why the output is wrong."""
-    attend = bind(kernel, trial, mask, cell.head_dim**-0.5)
+    attend = bind(kernel, trial, mask, cell.head_dim**-0.5, cell.batch * cell.heads)
     inputs = prepared.check_inputs
     compile_s = timing.first_call(attend, inputs, device)
     report, problem = oracle.check(attend, inputs, prepared.rows, prepared.expected)
@@ -258,7 +258,9 @@ def warm_sweep(
             try:
                 block_mask = _mask(masks, cell, trial, device)
                 if fits(trial, kernel, block_mask):
-                    bind(kernel, trial, block_mask, cell.head_dim**-0.5)(*inputs)
+                    bind(kernel, trial, block_mask, cell.head_dim**-0.5, cell.batch * cell.heads)(
+                        *inputs
+                    )
             except Exception as failure:  # the timed pass meets it again and records it
                 say(
                     f"  warm-up of {cell.name} {trial.name}: {type(failure).__name__}: "

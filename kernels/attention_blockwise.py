@@ -22,6 +22,8 @@ from .limits import (
     tf32_allowed,
     without_spills,
 )
+from .long_rows import merge_rows, new_pieces
+from .merge_kernel import merge_rows_kernel
 from .problem import (
     AttentionProblem,
     TileMask,
@@ -37,7 +39,7 @@ from .problem import (
     score_constants,
 )
 
-KERNELS = (attention_block_kernel,)
+KERNELS = (attention_block_kernel, merge_rows_kernel)
 
 
 class BlockConfig(NamedTuple):
@@ -62,9 +64,11 @@ class BlockConfig(NamedTuple):
     # programs per multiprocessor of the Hopper kernel (attention_hopper.py), 0: the portable one;
     # it needs 64 x 64 tiles and fragments in place of the bitmap, and reads num_stages besides
     hopper: int = 0
-    heavy_rows: int = 0  # Hopper: so many of the heaviest rows of every head come first
+    # so many of the heaviest rows of every head come first (Hopper), and are cut into pieces
+    heavy_rows: int = 0
     # of a thread at most, 0: as many as the compiler wants; no limit holds where it would spill
     registers: int = 0
+    pieces: int = 1  # programs that share a heavy row, whose results are merged (long_rows.py)
 
 
 # Tile (rows, keys) and warps worth trying, the best on sparse masks first.
@@ -267,8 +271,13 @@ def attention_block_forward(
         raise ValueError("a config with hopper set belongs to attention_hopper_forward")
     if how.loops >= 6 and not band:
         raise ValueError(f"loops {how.loops} computes tiles from a band, and none is given")
+    split = how.pieces > 1 and how.heavy_rows > 0
+    if split and (how.loops >= 6 or not how.heavy_first):
+        raise ValueError("pieces of rows need tile lists (loops up to 5) and heavy_first")
     arrays = TileMask(*mask)
     problem = check_problem(q, k, v, arrays, key_keep, bias, how.block_q, how.block_k)
+    if split and how.loops == 5 and max(problem.head_dim, problem.value_dim) > 64:
+        how = how._replace(loops=3)  # a branch and pieces can take more registers than there are
     if how.loops == 4 and not band and arrays.bitmap.shape[0] == 0:
         how = how._replace(loops=2)  # no part tile, and no bitmap that every tile could read
     out, lse = empty_result(q, problem.value_dim, return_lse)
@@ -283,8 +292,14 @@ def attention_block_forward(
         capability = torch.cuda.get_device_capability(q.device)
     block_d, tail_d = product_widths(p.head_dim, capability)
     block_dv, tail_dv = product_widths(p.value_dim, capability)
+    heavy_rows = min(how.heavy_rows, p.rows) if split else 0
+    width, programs = block_dv + tail_dv, p.rows
+    held = None
+    if split:
+        held = new_pieces(q, per_head, heavy_rows, how.pieces, how.block_q, width)
+        programs += heavy_rows * (how.pieces - 1)
     with on_device(q):
-        launchable(attention_block_kernel, q)[(p.rows * per_head,)](
+        launchable(attention_block_kernel, q)[(programs * per_head,)](
             p.q, *vec_strides[0],
             p.k, *vec_strides[1],
             p.v, *vec_strides[2],
@@ -297,6 +312,9 @@ def attention_block_forward(
             arrays.row_ptr if p.bias is None else p.bias, *bias_strides,
             per_head, p.heads, p.q_len, p.k_len, p.rows, q_offset,
             *band_arguments(band),
+            arrays.row_ptr if held is None else held.values,
+            arrays.row_ptr if held is None else held.stats,
+            heavy_rows, how.pieces if split else 1,
             **score_constants(scale, softcap, p.bias is not None),
             HEAD_DIM=p.head_dim,
             VALUE_DIM=p.value_dim,
@@ -306,6 +324,7 @@ def attention_block_forward(
             BLOCK_DV=block_dv,
             TAIL_D=tail_d,
             TAIL_DV=tail_dv,
+            SPLIT=split,
             GROUP=p.group,
             VEC=p.vec,
             PRECISION="tf32" if how.tf32 else "ieee",
@@ -324,6 +343,8 @@ def attention_block_forward(
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )  # fmt: skip
+        if held is not None:
+            merge_rows(held, arrays, out, lse)
     return out.transpose(1, 2), lse
 
 
@@ -336,5 +357,6 @@ def _limit(
 ) -> int:
     """Registers of a thread, 0 for any number: where the config's limit would spill."""
     more = return_lse or softcap > 0 or p.bias is not None or p.key_keep is not None
+    more = more or how.pieces > 1
     ragged = p.q_len % how.block_q or p.k_len % how.block_k
     return 0 if more or (band and ragged) else how.registers

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .bound_launch import Descriptor, Repeat, launch, layout
+from .long_rows import merge_rows, new_pieces
 from .memo import remember
 from .problem import (
     LOG2E,
@@ -40,6 +41,7 @@ class _Known(NamedTuple):
     head_dim: int
     has_part: bool
     has_tail: bool
+    pieces: tuple[int, ...]  # arguments of new_pieces behind q; empty where no row is cut
 
 
 _known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
@@ -95,6 +97,7 @@ def attention_hopper_forward(
     programs: int,
     stages: int,
     heavy_rows: int,
+    pieces: int,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Launch the Hopper kernel.
@@ -110,6 +113,7 @@ def attention_hopper_forward(
         programs: per multiprocessor, 1 to 4.
         stages: tiles of keys and values in flight.
         heavy_rows: so many of the heaviest tile rows of every head come first.
+        pieces: units of work that each of them is cut into, 1 for none.
         return_lse: also return the log-sum-exp of the masked scores.
 
     Returns:
@@ -121,7 +125,7 @@ def attention_hopper_forward(
         ValueError: a size or array that the kernel does not take.
     """
     arrays = TileMask(*mask)
-    numbers = scale, programs, stages, heavy_rows, return_lse
+    numbers = scale, programs, stages, heavy_rows, pieces, return_lse
     asked = (*map(layout, (q, k, v, *arrays)), *numbers)
     known = _known.get(asked)
     if known is not None and known.repeat.here:
@@ -132,7 +136,10 @@ def attention_hopper_forward(
 
     p = check_problem(q, k, v, arrays, None, None, TILE, TILE, fragments=True)
     head_dim = p.head_dim
-    units = p.rows * p.batch * p.heads
+    heavy_rows = max(0, min(heavy_rows, p.rows))
+    split = pieces > 1 and heavy_rows > 0
+    planes = p.batch * p.heads
+    units = planes * (p.rows + (heavy_rows * (pieces - 1) if split else 0))
     if not q.is_cuda:
         raise ValueError(f"Hopper attention kernel: it runs on a GPU, not on {q.device}")
     refusal = hopper_refusal(
@@ -156,22 +163,25 @@ def attention_hopper_forward(
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
     block_d, tail_d = widths(head_dim)
     held = [_for_tma(t) for t in (p.q, p.k, p.v)]
-    planes = (*held, out.transpose(1, 2))
+    tiled = (*held, out.transpose(1, 2))
     has_part = arrays.bitmap.shape[0] > 0
     fragments = arrays.bitmap if has_part else _no_fragments(arrays)
-    operands: list[Any] = [_tiles(t, block_d) for t in planes]
+    operands: list[Any] = [_tiles(t, block_d) for t in tiled]
     operands.append(
         Descriptor(fragments, fragments.shape, (WORDS, 1), (1, WORDS), _layout(0, 32, 2))
     )
-    operands += [_tiles(t, tail_d) if tail_d else 0 for t in planes]
+    operands += [_tiles(t, tail_d) if tail_d else 0 for t in tiled]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     with on_device(q):
         queue = _new_queue(arrays)
+        cut = (planes, heavy_rows, pieces, TILE, block_d + tail_d) if split else ()
+        parts = new_pieces(q, *cut) if cut else None
         arguments = [
             *operands, lse if return_lse else queue, queue,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
-            p.batch * p.heads, p.heads, p.q_len, p.rows, max(0, min(heavy_rows, p.rows)),
+            planes, p.heads, p.q_len, p.rows, heavy_rows, pieces if split else 1,
+            *(parts or (queue, queue)),
         ]  # fmt: skip
         constants = {
             "MULT": float(scale) * LOG2E,
@@ -183,12 +193,15 @@ def attention_hopper_forward(
             "SINGLE_PLANE": p.single_plane,
             "HAS_PART": has_part,
             "RETURN_LSE": return_lse,
+            "SPLIT": split,
         }
         options = {"num_warps": 4, "maxnreg": _REGISTERS[programs], "launch_pdl": True}
         repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
+        if parts is not None:
+            merge_rows(parts, arrays, out, lse)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
     if repeat is not None and not copied:
-        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0))
+        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, cut))
     return out.transpose(1, 2), lse
 
 
@@ -199,11 +212,15 @@ def _repeat(
     fragments = mask.bitmap if known.has_part else _no_fragments(mask)
     queue = _new_queue(mask)
     tails = (q, k, v, out) if known.has_tail else ()
+    parts = new_pieces(q, *known.pieces) if known.pieces else None
     known.repeat(
         q, k, v, out, fragments, *tails, lse if lse.numel() else queue, queue,
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
-        mask.row_order,
+        mask.row_order, *(parts or (queue, queue)),
     )  # fmt: skip
+    if parts is not None:
+        with on_device(q):
+            merge_rows(parts, mask, out, lse)
 
 
 def _new_queue(mask: TileMask) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
 from .overlap_kernel import start_after_previous
-from .softmax import attention_scores, finish_softmax, softmax_step, starting_maximum
+from .softmax import LN2, attention_scores, finish_softmax, softmax_step, starting_maximum
 
 
 @triton.jit
@@ -222,6 +222,7 @@ def attention_block_kernel(
     bias, stride_bb, stride_bh, stride_bm, stride_bn,
     batch_heads, heads, q_len, k_len, rows, q_offset,
     band_lo, band_hi, global_q, global_k, band_cap,
+    partial, partial_stats, heavy_rows, pieces,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -232,12 +233,23 @@ def attention_block_kernel(
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
-    TAIL_D: tl.constexpr = 0, TAIL_DV: tl.constexpr = 0,
+    TAIL_D: tl.constexpr = 0, TAIL_DV: tl.constexpr = 0, SPLIT: tl.constexpr = False,
     PDL: tl.constexpr = False, REGISTERS: tl.constexpr = 0,  # REGISTERS: for the assembler
 ):  # fmt: skip
-    """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads."""
+    """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads.
+
+    With SPLIT each of the first ``heavy_rows`` of ``row_order`` is ``pieces`` programs, which
+    leave their part of the row to ``merge_rows_kernel``.
+    """
     start_after_previous(PDL)
-    b, h, slot = split_program_id(rows, batch_heads, heads, HEADS_FAST)
+    piece = -1
+    if SPLIT:
+        slots = rows + heavy_rows * (pieces - 1)
+        b, h, slot = split_program_id(slots, batch_heads, heads, HEADS_FAST)
+        piece = tl.where(slot < heavy_rows * pieces, slot % pieces, -1)
+        slot = tl.where(piece >= 0, slot // pieces, slot - heavy_rows * (pieces - 1))
+    else:
+        b, h, slot = split_program_id(rows, batch_heads, heads, HEADS_FAST)
     # These loads stay in the kernel's own body: torch.compile decides from it what the kernel
     # writes, follows a value loaded in a called function back to its tensor, and would clone that
     # tensor.
@@ -272,6 +284,11 @@ def attention_block_kernel(
         start = tl.load(row_ptr + base + row)
         middle = tl.load(full_start + base + row)
         stop = tl.load(row_ptr + base + row + 1)
+    if SPLIT:
+        count = stop - start
+        stop = tl.where(piece >= 0, start + count * (piece + 1) // pieces, stop)
+        start = tl.where(piece >= 0, start + count * piece // pieces, start)
+        middle = tl.minimum(tl.maximum(middle, start), stop)
 
     # -- query tile, kept for the whole row ----
     m_idx = tl.arange(0, BLOCK_M)
@@ -353,8 +370,20 @@ def attention_block_kernel(
     out_row = (b64 * q_len + first_q) * heads + h64
     out_head = out + out_row * VALUE_DIM
     out_ptrs = out_head + (m_idx[:, None] * (heads * VALUE_DIM) + dv_idx[None, :])
+    if SPLIT:
+        split = m_idx * 0 + piece >= 0
+        m_valid = m_valid & (m_idx * 0 + piece < 0)
+        number = ((b64 * heads + h64) * heavy_rows + slot) * pieces + piece
+        part_ptrs = partial + (number * BLOCK_M + m_idx[:, None]) * (BLOCK_DV + TAIL_DV)
+        tl.store(part_ptrs + dv_idx[None, :], acc * inverse[:, None], mask=split[:, None])
+        if TAIL_DV > 0:
+            tail_at = part_ptrs + (BLOCK_DV + tl.arange(0, TAIL_DV))[None, :]
+            tl.store(tail_at, acc_tail * inverse[:, None], mask=split[:, None])
+        stat_ptrs = partial_stats + (number * (2 * BLOCK_M) + m_idx)
+        tl.store(stat_ptrs, maximum * (MULT * LN2), mask=split)
+        tl.store(stat_ptrs + BLOCK_M, total, mask=split)
     result = (acc * inverse[:, None]).to(out.dtype.element_ty)
-    if EVEN_Q and BLOCK_DV <= VALUE_DIM:
+    if EVEN_Q and BLOCK_DV <= VALUE_DIM and not SPLIT:
         tl.store(out_ptrs, result)
     else:
         tl.store(out_ptrs, result, mask=m_valid[:, None] & (dv_idx[None, :] < VALUE_DIM))

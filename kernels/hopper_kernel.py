@@ -45,9 +45,9 @@ def produce(
     q_full, q_empty, k_full, v_full, kv_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
-    batch_heads, heads, rows, heavy_rows,
+    batch_heads, heads, rows, heavy_rows, pieces,
     BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
+    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Take units from the queue and load what they need, until the queue is empty."""
     TILE_BYTES: gl.constexpr = ROWS * (BLOCK_D + TAIL_D) * 2
@@ -55,6 +55,9 @@ def produce(
     field = gl.arange(0, 8, layout=lane)
     units = rows * batch_heads
     heavy_units = heavy_rows * batch_heads
+    if SPLIT:  # a unit is a piece of a heavy row, or one of the other rows
+        heavy_units *= pieces
+        units += heavy_rows * (pieces - 1) * batch_heads
     light_rows = gl.maximum(rows - heavy_rows, 1)
     turn = 0
     step = 0
@@ -69,6 +72,11 @@ def produce(
             slot = heavy_rows + (number - heavy_units) - bh * light_rows
         b = bh // heads
         h = bh - b * heads
+        piece = 0
+        if SPLIT:
+            piece = slot % pieces
+            if number < heavy_units:
+                slot = slot // pieces
         valid = number < units
         row = 0
         start = 0
@@ -82,12 +90,21 @@ def produce(
             start = gl.load(row_ptr + base + row)
             middle = gl.load(full_start + base + row)
             stop = gl.load(row_ptr + base + row + 1)
+            if SPLIT:  # noqa: SIM102  (known to the compiler, the next one is not)
+                if number < heavy_units:
+                    count = stop - start
+                    stop = start + count * (piece + 1) // pieces
+                    start = start + count * piece // pieces
+                    middle = gl.minimum(gl.maximum(middle, start), stop)
 
         # -- query tile, with what the consumer has to know ----
         q_slot = turn % Q_SLOTS
         mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
         unit = gl.where(field == 0, stop - start, gl.where(field == 1, middle - start, row))
         unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))
+        if SPLIT:
+            place = gl.where(number < heavy_units, slot * pieces + piece, -1)
+            unit = gl.where(field == 6, place, unit)
         unit_bufs.index(q_slot).store(gl.where(field == 5, valid.to(gl.int32), unit))
         barrier_of_threads()  # one lane signals for all that wrote
         mbarrier.expect(q_full.index(q_slot), TILE_BYTES, pred=valid)
@@ -136,9 +153,10 @@ def consume(
     o_desc, o_tail_desc, lse,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf, q_tails, k_tails, v_tails, o_tail,
     q_full, q_empty, k_full, v_full, kv_empty,
-    heads, q_len,
+    heads, q_len, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend unit by unit.
 
@@ -181,6 +199,9 @@ def consume(
         b = gl.sum(gl.where(field == 3, unit, 0), 0)
         h = gl.sum(gl.where(field == 4, unit, 0), 0)
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
+        place = -1
+        if SPLIT:
+            place = gl.sum(gl.where(field == 6, unit, 0), 0)
         if going > 0:
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
             maximum = gl.full([ROWS], -1.0e30, gl.float32, score_rows)
@@ -251,27 +272,45 @@ def consume(
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
             acc = acc * gl.convert_layout(1.0 / filled, result_rows)[:, None]
-            tma.store_wait(0)  # the last unit's tile has left the buffer
-            o_buf.reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
             if TAIL_D > 0:
-                tail_factor = gl.convert_layout(1.0 / filled, tail_rows)
-                acc_tail = acc_tail * tail_factor[:, None]
-                o_tail.reshape([ROWS, TAIL_D]).store(acc_tail.to(dtype))
-            fence_async_shared()
-            tma_store(o_desc, [b, h, row * ROWS, 0], o_buf)
-            if TAIL_D > 0:
-                tma_store(o_tail_desc, [b, h, row * ROWS, BLOCK_D], o_tail)
-            if RETURN_LSE:
-                log_sum = gl.where(empty, float("-inf"), maximum * (MULT * LN2) + gl.log(filled))
-                q_row = row * ROWS + gl.arange(0, ROWS, layout=score_rows)
-                lse_row = lse + (b * heads + h).to(gl.int64) * q_len
-                gl.store(lse_row + q_row, log_sum, mask=q_row < q_len)
+                acc_tail = acc_tail * gl.convert_layout(1.0 / filled, tail_rows)[:, None]
+            if SPLIT and place >= 0:  # of a long row: merge_rows_kernel finishes it
+                number = (b * heads + h).to(gl.int64) * (heavy_rows * pieces) + place
+                at = number * ROWS + gl.arange(0, ROWS, layout=result_rows)
+                columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, result))
+                part_ptrs = partial + at[:, None] * (BLOCK_D + TAIL_D) + columns[None, :]
+                gl.store(part_ptrs, acc)
+                if TAIL_D > 0:
+                    at = number * ROWS + gl.arange(0, ROWS, layout=tail_rows)
+                    columns = BLOCK_D + gl.arange(0, TAIL_D, layout=gl.SliceLayout(0, tail))
+                    tail_ptrs = partial + at[:, None] * (BLOCK_D + TAIL_D) + columns[None, :]
+                    gl.store(tail_ptrs, acc_tail)
+                stat_ptrs = partial_stats + number * (2 * ROWS)
+                stat_ptrs = stat_ptrs + gl.arange(0, ROWS, layout=score_rows)
+                gl.store(stat_ptrs, maximum * (MULT * LN2))
+                gl.store(stat_ptrs + ROWS, total)
+            else:
+                tma.store_wait(0)  # the last unit's tile has left the buffer
+                o_buf.reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
+                if TAIL_D > 0:
+                    o_tail.reshape([ROWS, TAIL_D]).store(acc_tail.to(dtype))
+                fence_async_shared()
+                tma_store(o_desc, [b, h, row * ROWS, 0], o_buf)
+                if TAIL_D > 0:
+                    tma_store(o_tail_desc, [b, h, row * ROWS, BLOCK_D], o_tail)
+                if RETURN_LSE:
+                    log_sum = maximum * (MULT * LN2) + gl.log(filled)
+                    log_sum = gl.where(empty, float("-inf"), log_sum)
+                    q_row = row * ROWS + gl.arange(0, ROWS, layout=score_rows)
+                    lse_row = lse + (b * heads + h).to(gl.int64) * q_len
+                    gl.store(lse_row + q_row, log_sum, mask=q_row < q_len)
         turn += 1
     tma.store_wait(0)
 
 
 _NUMBERS = [
     "plane_stride_b", "plane_stride_h", "batch_heads", "heads", "q_len", "rows", "heavy_rows",
+    "pieces",
 ]  # fmt: skip
 
 
@@ -281,11 +320,11 @@ def attention_hopper_kernel(
     q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, lse, queue,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
-    batch_heads, heads, q_len, rows, heavy_rows,
+    batch_heads, heads, q_len, rows, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
-    RETURN_LSE: gl.constexpr,
+    RETURN_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
@@ -328,8 +367,8 @@ def attention_hopper_kernel(
                     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf,
                     q_tails, k_tails, v_tails, o_tail,
                     q_full, q_empty, k_full, v_full, kv_empty,
-                    heads, q_len,
-                    MULT, BLOCK_D, TAIL_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
+                    heads, q_len, heavy_rows, pieces, partial, partial_stats,
+                    MULT, BLOCK_D, TAIL_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART, SPLIT,
                 ),
             ),
             (
@@ -340,8 +379,8 @@ def attention_hopper_kernel(
                     q_full, q_empty, k_full, v_full, kv_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
-                    batch_heads, heads, rows, heavy_rows,
-                    BLOCK_D, TAIL_D, STAGES, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART,
+                    batch_heads, heads, rows, heavy_rows, pieces,
+                    BLOCK_D, TAIL_D, STAGES, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
                 ),
             ),
         ],

@@ -78,10 +78,9 @@ def attention_rule(
         config = [32, 32] if kernel == "flex" else list(default_block(q.dtype))
     tile = (config[0], config[1])
     block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
-    arrays = block_mask.tensors
-    if hopper_programs(config):
-        arrays = block_mask.hopper_tensors
-        config = with_heavy_rows(config, block_mask.heavy_rows)
+    arrays = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
+    if operator is torch.ops.stof.attention_block:
+        config = with_heavy_rows(config, block_mask, batch * heads)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     chosen = [] if q.is_cuda else [_cpu_choice(kernel, q.dtype, block_mask, softcap, return_lse)]
     out, lse = operator(

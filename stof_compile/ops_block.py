@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from stof_compile.launchers import load_launcher
+from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.fragments import from_fragments
 from stof_compile.masks.key_lists import key_lists
+from stof_compile.masks.long_rows import row_pieces
 
 # Positions of arguments of the operators, for the gradient.
 _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
-# Positions of num_stages, tf32, hopper and heavy_rows in a BlockConfig, and of tf32 in a RowConfig.
-_STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _TF32_OF_ROWS = 3, 8, 9, 10, 6
+# Positions of fields of a BlockConfig, and of tf32 in a RowConfig.
+_NUM_WARPS, _STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 8, 9, 10, 11, 12
+_TF32_OF_ROWS = 6
+WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
 
 @torch.library.triton_op("stof::attention_block", mutates_args=())
@@ -55,9 +59,11 @@ def attention_block(
     if hopper_programs(config):
         if key_keep is not None or bias is not None or softcap != 0:
             raise ValueError("the Hopper kernel takes no padding, bias or softcap")
+        pieces = config[_PIECES] if len(config) > _PIECES else 1
         out, lse = torch.ops.stof.attention_hopper(
             q, k, v, plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
-            scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], return_lse,
+            scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
+            return_lse,
         )  # fmt: skip
         return out, lse
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
@@ -104,7 +110,8 @@ _LIBRARY = torch.library.Library("stof", "FRAGMENT")
 _LIBRARY.define(
     "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
     "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
-    "float scale, int programs, int stages, int heavy_rows, bool return_lse) -> (Tensor, Tensor)",
+    "float scale, int programs, int stages, int heavy_rows, int pieces, bool return_lse) "
+    "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
@@ -124,6 +131,7 @@ def _attention_hopper(
     programs: int,
     stages: int,
     heavy_rows: int,
+    pieces: int,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/.
@@ -134,7 +142,9 @@ def _attention_hopper(
     from stof_compile.kernels.attention_hopper import attention_hopper_forward
 
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, fragments, row_order)
-    return attention_hopper_forward(q, k, v, mask, scale, programs, stages, heavy_rows, return_lse)
+    return attention_hopper_forward(
+        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, return_lse
+    )
 
 
 _LIBRARY.impl("attention_hopper", _attention_hopper, "CUDA")
@@ -150,9 +160,18 @@ def hopper_programs(config: Sequence[int]) -> int:
     return config[_HOPPER] if len(config) > _HEAVY_ROWS else 0
 
 
-def with_heavy_rows(config: Sequence[int], heavy_rows: int) -> list[int]:
-    """The config with this mask's number of heavy rows."""
-    return [*config[:_HEAVY_ROWS], heavy_rows, *config[_HEAVY_ROWS + 1 :]]
+def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list[int]:
+    """The config with this mask's number of heavy rows, and the pieces each is cut into.
+
+    Args:
+        config: fields of a BlockConfig. planes: batch times heads.
+    """
+    hopper = hopper_programs(config)
+    programs = hopper or max(1, WARPS // config[_NUM_WARPS])
+    pieces = row_pieces(mask, planes, programs, queued=hopper > 0)
+    heavy_rows = mask.heavy_rows if hopper or pieces > 1 else 0
+    registers = config[_REGISTERS] if len(config) > _REGISTERS else 0
+    return [*config[:_HEAVY_ROWS], heavy_rows, registers, pieces]
 
 
 @torch.library.custom_op("stof::attention_backward", mutates_args=())

@@ -5,7 +5,10 @@ import io
 import re
 from typing import Any, NamedTuple
 
+import pytest
+import torch
 import triton
+from stof_compile.kernels import attention_blockwise, blockwise_kernel, limits
 from stof_compile.kernels.problem import band_flags, next_power_of_two, score_constants
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -13,6 +16,8 @@ from triton.compiler import ASTSource, make_backend
 
 POINTERS = {
     "lse": "*fp32",
+    "partial": "*fp32",
+    "partial_stats": "*fp32",
     "key_keep": "*i1",
     "bitmap": "*i64",
     "plane_map": "*i32",
@@ -29,6 +34,7 @@ POINTERS = {
     "key_tiles": "*i32",
 }
 GFX942 = "gfx942"
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def attention_constants(
@@ -210,3 +216,45 @@ def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     assert found, f"{pattern} not in the compiler's report"
     return int(found.group(1))
+
+
+# -- the block-wise kernel ------------------------------------------------------------------------
+
+
+def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
+    changes = {"EVEN_Q": True, "EVEN_K": True, "HEAVY_FIRST": bool(config.heavy_first), **changes}
+    values = attention_constants(head_dim, config.block_q, config.block_k, **changes)
+    values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
+    capability = (9, 4) if target == GFX942 else divmod(target, 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
+        width, tail = attention_blockwise.product_widths(head_dim, capability)
+        value_width, value_tail = attention_blockwise.product_widths(
+            value_dim or head_dim, capability
+        )
+    values |= {"BLOCK_D": width, "TAIL_D": tail, "VALUE_DIM": value_dim or head_dim}
+    values |= {"BLOCK_DV": value_width, "TAIL_DV": value_tail}
+    compiled = compile_kernel(
+        blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
+        config.num_warps, config.num_stages, config.registers,
+    )  # fmt: skip
+    return compiled, needs(compiled, target)
+
+
+def assert_fits(found, target):
+    limit = 65536 if target == GFX942 else limits.shared_memory_limit(divmod(target, 10))
+    assert found.shared_bytes <= limit
+    assert found.spill_bytes == 0, f"{found.spill_bytes} bytes spilled"
+
+
+def offered_on(target, head_dim, dtype, module=attention_blockwise, **facts):
+    """What a kernel offers on a target, without heads_fast, which changes no code.
+
+    A build of torch for ROCm reports gfx942 as capability 9.4.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if target == GFX942:
+            patch.setattr(torch.version, "hip", "6.4")
+        capability = (9, 4) if target == GFX942 else divmod(target, 10)
+        found = module.configs(head_dim, dtype, capability, **facts)
+    return list(dict.fromkeys(config._replace(heads_fast=0) for config in found))

@@ -16,21 +16,21 @@ FEATURES = {
 
 
 def _block(case, config=None):
-    import test_forward
+    import forward_cases
     from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
 
-    case = test_forward.Case(**{"dtype": torch.float16, **case})
+    case = forward_cases.Case(**{"dtype": torch.float16, **case})
     config = BlockConfig(*case.block, 4, 2)._replace(**(config or {}))
-    test_forward.check(on_gpu(attention_block_forward), config, case)
+    forward_cases.check(on_gpu(attention_block_forward), config, case)
 
 
 def _row(case):
-    import test_forward
+    import forward_cases
     from stof_compile.kernels.attention_rowwise import RowConfig, attention_row_forward
 
-    case = test_forward.Case(**{"dtype": torch.float16, "q_len": 9, **case})
+    case = forward_cases.Case(**{"dtype": torch.float16, "q_len": 9, **case})
     config = RowConfig(*case.block, 1, 2, 2)
-    test_forward.check(on_gpu(attention_row_forward), config, case)
+    forward_cases.check(on_gpu(attention_row_forward), config, case)
 
 
 def _backward(case):
@@ -49,7 +49,7 @@ def _backward(case):
 
 
 def _hopper_attention(
-    rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0
+    rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0, pieces=1
 ):
     import test_hopper
     from close import assert_close
@@ -67,7 +67,7 @@ def _hopper_attention(
     k, v = draw(2, batch, heads // group, k_len, head_dim).to(dtype)
     scale = head_dim**-0.5
     out, lse = on_gpu(attention_hopper_forward)(
-        q, k, v, list(mask.hopper_tensors), scale, programs, 2, heavy, True
+        q, k, v, list(mask.hopper_tensors), scale, programs, 2, heavy, pieces, True
     )
     wanted, wanted_lse = attention_reference(
         q.double(), k.double(), v.double(), mask.to_dense(), None, None, scale, 0.0, True
@@ -88,6 +88,10 @@ def _cases():
         "band": (RAGGED | longformer | band, {}),
         "bitmap": (RAGGED | longformer, {}),
         "bitmap-one-loop": (RAGGED | longformer, {"loops": 4, "heavy_first": 0}),
+        "pieces": (RAGGED | longformer | {"batch": 2}, {"heavy_rows": 2, "pieces": 3}),
+        "pieces-of-wide-heads": (
+            RAGGED | FEATURES | {"head_dim": 192, "value_dim": 160}, {"heavy_rows": 9, "pieces": 2},
+        ),
         "bitmap-prefetch": (RAGGED | longformer, {"loops": 5, "prefetch": 1, "heads_fast": 1}),
         "features": (RAGGED | FEATURES, {}),
         "features-of-odd-heads": (RAGGED | FEATURES | {"head_dim": 72, "value_dim": 40}, {}),
@@ -127,6 +131,7 @@ def _cases():
         "dense": ("dense", 64, 4, 4, torch.float16, (192, 320)),
         "more-keys": ("sliding", 72, 2, 1, torch.float16, (70, 200)),
         "tiles": ("tiles only", 96, 1),
+        "pieces": ("planes", 96, 2, 2, torch.float16, (330, 330), 3, 2),
         # more tile rows than workers: they take several of them
         "several": ("bigbird", 64, 1, 4, torch.float16, (1210, 1210), 2),
     }, "hopper")  # fmt: skip

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
-from stof_compile.ops_block import hopper_programs
+from stof_compile.ops_block import hopper_programs, with_heavy_rows
 
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 
@@ -61,22 +61,27 @@ def bind_kernel(
     raise StofUnsupportedError(f"no attention kernel is called {kernel!r}")
 
 
-def honest_config(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, ...]:
+def honest_config(block_mask: BlockMask, config: tuple[int, ...], planes: int) -> tuple[int, ...]:
     """Return a block-wise config that fits the mask: its loop form promises nothing the mask does
-    not keep, and the heavy rows are this mask's."""
+    not keep, and the heavy rows and the pieces they are cut into are this mask's.
+
+    Args:
+        planes: batch times heads.
+    """
     from stof_compile.kernels.attention_blockwise import BlockConfig, honest_loops
 
-    how = BlockConfig(*config)
+    whole = BlockConfig(*config)  # older choices have fewer fields
+    how = BlockConfig(*with_heavy_rows(whole, block_mask, planes))
     if how.hopper:
-        return tuple(how._replace(loops=3, heavy_rows=block_mask.heavy_rows))
+        return tuple(how._replace(loops=3))
     # the facts are made from the mask when first asked for: only those that matter
     loops = honest_loops(
         how.loops,
         has_part=how.loops != 2 or block_mask.has_part,
         has_full=how.loops != 1 or block_mask.has_full,
-        is_band=how.loops < 6 or block_mask.is_band,
+        is_band=how.loops < 6 or (how.pieces == 1 and block_mask.is_band),
     )
-    return tuple(how._replace(loops=loops, heavy_rows=0))
+    return tuple(how._replace(loops=loops))
 
 
 def mask_arrays(block_mask: BlockMask, config: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -117,7 +122,7 @@ def _bind_sparse(
         if hopper_programs(config):
             _refuse_hopper(problem)
         # a choice from the store or a plan was made for a mask of equal statistics, not this one
-        config = honest_config(block_mask, config)
+        config = honest_config(block_mask, config, problem.batch * problem.heads)
     buffers = _mask_buffers(block_mask, config if kernel == "block" else ())
     names, band = tuple(buffers), _band(block_mask)
     # the reference formula gives the gradient of a bias and needs neither lists nor log-sum-exp

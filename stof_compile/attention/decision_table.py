@@ -100,7 +100,8 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         return [tuple(config) for config in rows]
     block_mask = problem.block_mask(TILE)
     most = _tile_area(problem, TILE)
-    programs = problem.batch * problem.heads * -(-problem.q_len // TILE[0])
+    planes = problem.batch * problem.heads
+    programs = planes * -(-problem.q_len // TILE[0])
     half = problem.q.dtype.itemsize == 2 and not problem.training
     narrow = half and programs >= attention_blockwise.FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
@@ -115,14 +116,14 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         has_full=block_mask.has_full,
         is_band=block_mask.is_band,
         q_len=problem.q_len,
-        planes=problem.batch * problem.heads,
+        planes=planes,
         plain=problem.plain,
         narrow=narrow,
     ):
         tile = config.block_q, config.block_k
         if config.block_q > TILE[0] and _tile_area(problem, tile) > LARGE_SHARE * most:
             continue
-        fitting = honest_config(problem.block_mask(tile), config)
+        fitting = honest_config(problem.block_mask(tile), config, planes)
         if fitting[_LOOPS] == config.loops:
             found.append(fitting)
     return found

@@ -213,7 +213,7 @@ def _attend(
             )
         return _sdpa(q, k, v, block_mask.to_dense(), key_keep, bias, scale), q.new_empty(0)
     if kernel == "block":
-        config = honest_config(block_mask, config)
+        config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     names = {"row": torch.ops.stof.attention_row, "block": torch.ops.stof.attention_block}
     attend = names.get(kernel, torch.ops.stof.attention_cpu)

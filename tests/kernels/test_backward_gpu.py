@@ -90,7 +90,7 @@ def first_config(q, v, mask):
     capability = torch.cuda.get_device_capability()
     found = attention_blockwise.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
     size = (mask.block_q, mask.block_k)
-    return honest_config(mask, next(config for config in found if config[:2] == size))
+    return honest_config(mask, next(config for config in found if config[:2] == size), 1)
 
 
 def check(real, q, k, v, grad, mask, config, **features):
@@ -127,9 +127,9 @@ def test_head_dims(only_kernels, head_dim, dtype):
 
     config = attention_blockwise.configs(head_dim, dtype, torch.cuda.get_device_capability())[0]
     mask = stored_mask(rules()["longformer"], q, k, tuple(config[:2]))
-    config = honest_config(mask, config)
+    config = honest_config(mask, config, 1)
     check(only_kernels, q, k, v, grad, mask, config)
-    check(only_kernels, q, k, v, grad, mask, honest_config(mask, config), band=False)
+    check(only_kernels, q, k, v, grad, mask, honest_config(mask, config, 1), band=False)
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
@@ -213,7 +213,7 @@ def test_behind_the_hopper_kernel(only_kernels, dtype):
 
     q, k, v, grad = operands(1, 1000, dtype)
     mask = stored_mask(rules()["bigbird"], q, k)
-    config = honest_config(mask, BlockConfig(num_stages=3, hopper=3))
+    config = honest_config(mask, BlockConfig(num_stages=3, hopper=3), 1)
     check(only_kernels, q, k, v, grad, mask, config, band=False)
 
 

@@ -10,56 +10,31 @@ import torch
 pytest.importorskip("triton")
 
 from compile_targets import CUDA, FULL
-from compiling import GFX942, attention_constants, compile_kernel, needs
-from stof_compile.kernels import attention_blockwise, attention_rowwise, blockwise_kernel, limits
+from compiling import (
+    GFX942,
+    NAMES,
+    assert_fits,
+    attention_constants,
+    compile_block,
+    compile_kernel,
+    needs,
+    offered_on,
+)
+from stof_compile.kernels import (
+    attention_blockwise,
+    attention_rowwise,
+    blockwise_kernel,
+    limits,
+    merge_kernel,
+)
 from stof_compile.kernels.attention_blockwise import BlockConfig
 from stof_compile.kernels.problem import band_flags, next_power_of_two, score_constants
 
 pytestmark = pytest.mark.compile_only
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-NAMES = {HALF: "fp16", BRAIN: "bf16", SINGLE: "fp32"}
 FAR = 1 << 30
 SLIDING = [-32, 32, 0, 0, FAR]
-
-
-def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
-    changes = {"EVEN_Q": True, "EVEN_K": True, "HEAVY_FIRST": bool(config.heavy_first), **changes}
-    values = attention_constants(head_dim, config.block_q, config.block_k, **changes)
-    values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
-    capability = (9, 4) if target == GFX942 else divmod(target, 10)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
-        width, tail = attention_blockwise.product_widths(head_dim, capability)
-        value_width, value_tail = attention_blockwise.product_widths(
-            value_dim or head_dim, capability
-        )
-    values |= {"BLOCK_D": width, "TAIL_D": tail, "VALUE_DIM": value_dim or head_dim}
-    values |= {"BLOCK_DV": value_width, "TAIL_DV": value_tail}
-    compiled = compile_kernel(
-        blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
-        config.num_warps, config.num_stages, config.registers,
-    )  # fmt: skip
-    return compiled, needs(compiled, target)
-
-
-def assert_fits(found, target):
-    limit = 65536 if target == GFX942 else limits.shared_memory_limit(divmod(target, 10))
-    assert found.shared_bytes <= limit
-    assert found.spill_bytes == 0, f"{found.spill_bytes} bytes spilled"
-
-
-def offered_on(target, head_dim, dtype, module=attention_blockwise, **facts):
-    """What a kernel offers on a target, without heads_fast, which changes no code.
-
-    A build of torch for ROCm reports gfx942 as capability 9.4.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if target == GFX942:
-            patch.setattr(torch.version, "hip", "6.4")
-        capability = (9, 4) if target == GFX942 else divmod(target, 10)
-        found = module.configs(head_dim, dtype, capability, **facts)
-    return list(dict.fromkeys(config._replace(heads_fast=0) for config in found))
 
 
 def neediest(configs):
@@ -264,7 +239,9 @@ def test_every_config_anywhere(target, head_dim):
     assert not failed, "\n".join(map(str, failed))
 
 
-@pytest.mark.parametrize("kernel", ["block", "block of two products", "row"])
+@pytest.mark.parametrize(
+    "kernel", ["block", "block of two products", "block in pieces", "merging", "row"]
+)
 def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
     """A tensor taken for written would be cloned at every call of a compiled graph."""
     import triton
@@ -276,18 +253,25 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
             return GPUTarget("cuda", 90, 32)
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    if kernel != "row":
+    if kernel == "merging":
+        function = merge_kernel.merge_rows_kernel
+        values = {
+            "VALUE_DIM": 80, "WIDTH": 96, "BLOCK_E": 128, "BLOCK_M": 64, "STEP": 16,
+            "RETURN_LSE": True, "SINGLE_PLANE": False,
+        }  # fmt: skip
+    elif kernel != "row":
         function = blockwise_kernel.attention_block_kernel
-        tail = 0 if kernel == "block" else 32
+        tail = 32 if kernel == "block of two products" else 0
         values = attention_constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True) | {
             "EVEN_Q": False, "EVEN_K": False, "HEAVY_FIRST": True, "LOOPS": 4, "PREFETCH": True,
-            "TAIL_D": tail, "TAIL_DV": tail,
+            "TAIL_D": tail, "TAIL_DV": tail, "SPLIT": kernel == "block in pieces",
         }  # fmt: skip
     else:
         function = attention_rowwise._attention_row_kernel
         values = attention_constants(64, 16, 16, SINGLE_PLANE=False, RETURN_LSE=True, GROUP=4)
         values |= {"TILES": 2, "KV_SHARE": 1, "LANES": 16}
-    kinds = {"lse": torch.float32, "key_keep": torch.bool, "bitmap": torch.int64}
+    kinds = {"key_keep": torch.bool, "bitmap": torch.int64}
+    kinds |= dict.fromkeys(("lse", "partial", "partial_stats"), torch.float32)
     with torch._subclasses.FakeTensorMode():
         arguments = {}
         for name in function.arg_names:
@@ -306,4 +290,5 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
             written = {dependency.name for dependency in accesses.read_writes.writes}
         else:
             written = set(wrap.identify_mutated_tensors(function, arguments, {}))
-    assert written == {"out", "lse"}
+    pieces = {"partial", "partial_stats"} if kernel == "block in pieces" else set()
+    assert written == {"out", "lse"} | pieces

@@ -146,8 +146,8 @@ def test_mask_arrays_and_heavy_rows_follow_the_config():
     portable, hopper = BlockConfig(), BlockConfig(hopper=3)
     assert mask_arrays(mask, portable)["bitmap"] is mask.bitmap
     assert mask_arrays(mask, hopper)["bitmap"] is mask.fragments
-    assert honest_config(mask, hopper)[_HEAVY_ROWS] == mask.heavy_rows == 1
-    assert honest_config(mask, portable)[_HEAVY_ROWS] == 0
+    assert honest_config(mask, hopper, 8)[_HEAVY_ROWS] == mask.heavy_rows == 1
+    assert honest_config(mask, portable, 8)[_HEAVY_ROWS] == 0
     even = build_block_mask(masks.dense(), 1024, 1024, 64)
     assert even.heavy_rows == 0
     with pytest.raises(StofMaskError, match="64 x 64"):
@@ -190,7 +190,9 @@ def test_arguments_are_checked():
     ):
         call = {"q": q, "k": q, "v": q, "mask": arrays, "scale": 1.0} | change
         with pytest.raises(ValueError, match=message):
-            attention_hopper_forward(**call, programs=3, stages=3, heavy_rows=0, return_lse=False)
+            attention_hopper_forward(
+                **call, programs=3, stages=3, heavy_rows=0, pieces=1, return_lse=False
+            )
 
 
 # -- code -----------------------------------------------------------------------------------------
@@ -223,6 +225,7 @@ def test_compiles_without_spills(head_dim, features, dtype):
             "SINGLE_PLANE": not everything,
             "HAS_PART": features.get("HAS_PART", True),
             "RETURN_LSE": everything,
+            "SPLIT": everything,
         }
         compiled = compile_gluon(
             attention_hopper_kernel,
@@ -277,7 +280,7 @@ def test_gpu(rule, head_dim, group, dtype, programs, monkeypatch):
     device = torch.device("cuda")
     spec = rules()[rule]
     mask = build_block_mask(spec, length, length, 64, batch=batch, heads=heads, device=device)
-    config = honest_config(mask, BlockConfig(num_stages=2, hopper=programs))
+    config = honest_config(mask, BlockConfig(num_stages=2, hopper=programs), batch * heads)
     arrays = mask_arrays(mask, config).values()
     keep = mask.to_dense()
     repeated = []
@@ -320,7 +323,7 @@ def test_gpu_copies_what_tma_cannot_address_and_takes_other_lengths():
     q, k, v = storage[..., 1 : dim + 1]  # odd strides and addresses
     q = q[:, :, :70]
     mask = build_block_mask(masks.causal(lower_right=True), 70, 200, 64, device=device)
-    config = honest_config(mask, BlockConfig(hopper=3))
+    config = honest_config(mask, BlockConfig(hopper=3), 8)
     out, lse = torch.ops.stof.attention_block(
         q, k.expand(1, 2, 200, dim), v, *mask_arrays(mask, config).values(),
         None, None, 0.2, 0.0, 0, [], config, False,
@@ -341,7 +344,7 @@ def test_gpu_replays_in_a_cuda_graph():
     mask = build_block_mask(
         masks.bigbird(window=24, global_tokens=17, random_fill=0.2), 512, 512, 64, device=device
     )
-    config = honest_config(mask, BlockConfig(hopper=3))
+    config = honest_config(mask, BlockConfig(hopper=3), 8)
     arrays = list(mask_arrays(mask, config).values())
 
     def attend():
