@@ -90,12 +90,11 @@ def produce(
             start = gl.load(row_ptr + base + row)
             middle = gl.load(full_start + base + row)
             stop = gl.load(row_ptr + base + row + 1)
-            if SPLIT:  # noqa: SIM102  (known to the compiler, the next one is not)
-                if number < heavy_units:
-                    count = stop - start
-                    stop = start + count * (piece + 1) // pieces
-                    start = start + count * piece // pieces
-                    middle = gl.minimum(gl.maximum(middle, start), stop)
+            if SPLIT and number < heavy_units:
+                count = stop - start
+                stop = start + count * (piece + 1) // pieces
+                start = start + count * piece // pieces
+                middle = gl.minimum(gl.maximum(middle, start), stop)
 
         # -- query tile, with what the consumer has to know ----
         q_slot = turn % Q_SLOTS

@@ -24,7 +24,7 @@ _RETURN_LSE, _KEY_PTR = 17, 18
 # Positions of fields of a BlockConfig, and of tf32 in a RowConfig.
 _NUM_WARPS, _STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 8, 9, 10, 11, 12
 _TF32_OF_ROWS = 6
-WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
+_WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
 
 @torch.library.triton_op("stof::attention_block", mutates_args=())
@@ -167,7 +167,7 @@ def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list
         config: fields of a BlockConfig. planes: batch times heads.
     """
     hopper = hopper_programs(config)
-    programs = hopper or max(1, WARPS // config[_NUM_WARPS])
+    programs = hopper or max(1, _WARPS // config[_NUM_WARPS])
     pieces = row_pieces(mask, planes, programs, queued=hopper > 0)
     heavy_rows = mask.heavy_rows if hopper or pieces > 1 else 0
     registers = config[_REGISTERS] if len(config) > _REGISTERS else 0

@@ -16,21 +16,21 @@ FEATURES = {
 
 
 def _block(case, config=None):
-    import forward_cases
+    import attention_cases
     from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
 
-    case = forward_cases.Case(**{"dtype": torch.float16, **case})
+    case = attention_cases.Case(**{"dtype": torch.float16, **case})
     config = BlockConfig(*case.block, 4, 2)._replace(**(config or {}))
-    forward_cases.check(on_gpu(attention_block_forward), config, case)
+    attention_cases.check(on_gpu(attention_block_forward), config, case)
 
 
 def _row(case):
-    import forward_cases
+    import attention_cases
     from stof_compile.kernels.attention_rowwise import RowConfig, attention_row_forward
 
-    case = forward_cases.Case(**{"dtype": torch.float16, "q_len": 9, **case})
+    case = attention_cases.Case(**{"dtype": torch.float16, "q_len": 9, **case})
     config = RowConfig(*case.block, 1, 2, 2)
-    forward_cases.check(on_gpu(attention_row_forward), config, case)
+    attention_cases.check(on_gpu(attention_row_forward), config, case)
 
 
 def _backward(case):

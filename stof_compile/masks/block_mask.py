@@ -97,7 +97,8 @@ class BlockMask:
 
     @cached_property
     def fragments(self) -> Tensor:
-        """The bitmap in the order the Hopper kernel reads it, int32 [U, 128]; tiles of 64 x 64.
+        """The bitmap in the order the Hopper kernel reads it, int32 [U, 128]; tiles of 64 x 64. Not
+        to be made while a CUDA stream is capturing: the host waits.
 
         Raises:
             StofMaskError: another tile size.
@@ -108,7 +109,9 @@ class BlockMask:
             )
         host = vars(self).get(HOST)
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            return to_fragments(self.bitmap) if host is None else host.fragments.to(self.device)
+            made = to_fragments(self.bitmap) if host is None else host.fragments.to(self.device)
+        self._any_stream_may_read()
+        return made
 
     @cached_property
     def key_lists(self) -> tuple[Tensor, Tensor]:
@@ -117,9 +120,13 @@ class BlockMask:
         lists = (self.row_ptr, self.full_start, self.col_idx, self.bitmap_id)
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             made = key_lists(*lists, self.rows, self.cols)
-        if self.device.type == "cuda":  # then any stream may read them
-            torch.cuda.current_stream(self.device).synchronize()
+        self._any_stream_may_read()
         return made
+
+    def _any_stream_may_read(self) -> None:
+        """Wait for what was made of the mask's arrays just now."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -204,8 +211,6 @@ class BlockMask:
         """Leading entries of ``row_order`` whose rows have over twice the mean number of tiles."""
         if self.planes == 0 or self.rows == 0:
             return 0
-        if (self.block_q, self.block_k) == (64, 64):
-            _ = self.fragments  # made before the host waits below, so any stream may read them
         tiles = self.row_ptr.diff().reshape(self.planes, self.rows)
         ordered = tiles.gather(1, self.row_order.reshape(self.planes, self.rows).long())
         slots = ordered.double().mean(0)

@@ -5,8 +5,10 @@ bf16 is left out: the interpreter multiplies bf16 tiles as integers. The GPU tes
 
 from dataclasses import dataclass
 
+import attention_cases
 import pytest
 import torch
+from attention_cases import bias_of, rule_of
 from close import assert_close
 from stof_compile.kernels.reference import attention_reference
 
@@ -17,45 +19,10 @@ pytestmark = pytest.mark.interpreter
 
 
 @dataclass(frozen=True)
-class Case:
-    q_len: int = 33
-    k_len: int = 57
-    rule: str = "sliding"
-    batch: int = 1
-    heads: int = 2
-    group: int = 1
-    head_dim: int = 16
-    value_dim: int = 16
-    block: tuple[int, int] = (16, 16)
+class Case(attention_cases.Case):
     piece: tuple[int, int] = (16, 16)
-    band: bool = False
-    padding: bool = False
-    bias: str = ""
-    softcap: float = 0.0
-    scale: float = 0.25
-    dtype: torch.dtype = torch.float32
     strided: bool = False
     grad_lse: bool = False
-    q_offset: int | None = None
-
-
-def rule_of(case):
-    if case.rule == "random":
-        generator = torch.Generator().manual_seed(3)
-        shape = (case.batch, case.heads, case.q_len, case.k_len)
-        keep = torch.rand(shape, generator=generator) < 0.3
-        keep[:, :, 2] = False  # a row without keys
-        keep[:, :, :, 5] = False  # a key that nobody sees
-        keep[:, :, 16:32, 16:48] = True  # full tiles
-        return masks.from_tensor(keep)
-    return {
-        "sliding": masks.sliding_window(9),
-        "longformer": masks.longformer(6, 5),
-        "causal longformer": masks.longformer(6, 5) & masks.causal(),
-        "causal": masks.causal(),
-        "dense": masks.dense(),
-        "left half": masks.block_diagonal(16) & masks.causal(),
-    }[case.rule]
 
 
 def operands(case):
@@ -72,18 +39,6 @@ def operands(case):
     else:
         found = [torch.randn(shape) for shape in shapes]
     return [t.to(case.dtype) for t in found]
-
-
-def bias_of(case):
-    full = torch.randn(case.batch, case.heads, case.q_len, case.k_len)
-    if case.bias == "row":
-        return full[:1, :, :1]
-    if case.bias == "-inf":
-        full[..., :7] = float("-inf")
-        full[:, :, 4] = float("-inf")
-    if case.bias == "lowest":
-        full[:, :, 4] = torch.finfo(torch.float32).min
-    return full if case.bias else None
 
 
 def check(case):

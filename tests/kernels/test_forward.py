@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forward_cases import CASES, Case, check, rule_of
+from attention_cases import CASES, Case, check, rule_of
 
 from stof_compile import masks
 

@@ -1,6 +1,6 @@
-"""Small problems for the attention kernels, compared with the reference in fp64."""
+"""Problems that tests of the attention kernels share, compared with the reference in fp64."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from close import assert_close
@@ -28,7 +28,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     packed: bool = False
     q_offset: int | None = None
-    config: dict = field(default_factory=dict)
 
 
 def rule_of(case):
@@ -37,6 +36,7 @@ def rule_of(case):
         shape = (case.batch, case.heads, case.q_len, case.k_len)
         keep = torch.rand(shape, generator=generator) < 0.3
         keep[:, :, 2] = False  # a row without keys
+        keep[:, :, :, 5] = False  # a key that nobody sees
         keep[:, :, 16:32, 16:48] = True  # full tiles
         return masks.from_tensor(keep)
     return {
@@ -45,6 +45,7 @@ def rule_of(case):
         "causal longformer": masks.longformer(6, 5) & masks.causal(),
         "causal": masks.causal(),
         "dense": masks.dense(),
+        "left half": masks.block_diagonal(16) & masks.causal(),
     }[case.rule]
 
 
@@ -104,6 +105,24 @@ def check(launch, config, case):
     finite = wanted_lse.isfinite()
     assert torch.equal(lse.isfinite(), finite)
     assert_close(lse[finite], wanted_lse[finite], torch.float32)
+
+
+def check_training(attend, leaves, keep, part):
+    """Result and gradients of attention with a scale of 1 / 8.
+
+    Args:
+        attend: ``(q, k, v) -> out``. leaves: q, k and v, which require gradients.
+        keep: bool [1, 1, queries, keys]. part: index of batch and heads that are compared.
+    """
+    out = attend(*leaves)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, upstream)
+    wide = [leaf.detach()[part].double().requires_grad_() for leaf in leaves]
+    expected = attention_reference(*wide, keep, None, None, 0.125)
+    assert_close(out[part], expected, out.dtype)
+    wanted = torch.autograd.grad(expected, wide, upstream[part].double())
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a[part], b, out.dtype, scale=2.0)
 
 
 CASES = {
