@@ -83,6 +83,23 @@ _SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...],
         ((9, 0), 64, 4): ((16, 16, 2), (16, 32, 4)),
         ((9, 0), 128, 4): ((16, 16, 4),),
     },
+    "gather": {
+        ((8, 0), 64, 2): ((64, 64, 4),),
+        ((8, 0), 72, 2): ((16, 64, 2, 3),),
+        ((8, 0), 80, 2): ((16, 64, 2, 3),),
+        ((8, 0), 96, 2): ((16, 64, 2, 3),),
+        ((8, 6), 64, 2): ((64, 64, 4, 3),),
+        ((8, 6), 192, 4): ((16, 16, 4, 2),),
+        ((8, 9), 64, 2): ((64, 64, 4, 3),),
+        ((8, 9), 192, 4): ((16, 16, 4, 2),),
+        ((9, 0), 72, 4): ((32, 32, 8), (16, 32, 4)),
+        ((9, 0), 80, 4): ((32, 32, 8), (16, 32, 4)),
+        ((9, 0), 96, 4): ((32, 32, 8), (16, 32, 4)),
+        ((10, 0), 72, 4): ((32, 32, 8), (16, 32, 4)),
+        ((10, 0), 80, 4): ((32, 32, 8), (16, 32, 4)),
+        ((10, 0), 96, 4): ((32, 32, 8), (16, 32, 4)),
+        ((10, 0), 128, 2): ((16, 64, 2, 3),),
+    },
 }  # fmt: skip
 
 
@@ -145,7 +162,7 @@ def without_spills(
     itemsize: int,
     capability: tuple[int, int],
 ) -> list[_Config]:
-    """What is left of the configs of a kernel, "block" or "row", less those known to spill."""
+    """What is left of the configs of a kernel ("block", "row", "gather") that do not spill."""
     if torch.version.hip is not None:  # its capabilities are numbered like CUDA's
         return offered
     known = _SPILLS[kernel].get((capability, head_dim, itemsize), ())

@@ -23,7 +23,7 @@ _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
 # Positions of fields of a BlockConfig, and of tf32 in a RowConfig.
 _NUM_WARPS, _STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 8, 9, 10, 11, 12
-_TF32_OF_ROWS = 6
+_TF32_OF_ROWS, _TF32_OF_GATHER = 6, 5
 _WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
 
@@ -102,6 +102,45 @@ def attention_row(
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
     return _launcher("stof::attention_row")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
+    )
+
+
+@torch.library.triton_op("stof::attention_gather", mutates_args=())
+def attention_gather(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plane_map: Tensor,
+    row_ptr: Tensor,
+    full_start: Tensor,
+    col_idx: Tensor,
+    bitmap_id: Tensor,
+    bitmap: Tensor,
+    row_order: Tensor,
+    key_keep: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    q_offset: int,
+    band: Sequence[int],
+    config: Sequence[int],
+    return_lse: bool,
+    key_ptr: Tensor | None,
+    key_tiles: Tensor | None,
+    pack_ptr: Tensor,
+    pack_columns: Tensor,
+    pack_id: Tensor,
+    pack_bitmap: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the gathering kernel; see ``attention_gather_forward`` in kernels/.
+
+    The last four are ``BlockMask.packed``; ``key_ptr`` and ``key_tiles`` as in
+    ``attention_block``, whose gradient this is: ``bitmap`` and ``band`` are read there only.
+    """
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+    packed = (pack_ptr, pack_columns, pack_id, pack_bitmap)
+    return _launcher("stof::attention_gather")(
+        q, k, v, mask, packed, key_keep, bias, scale, softcap, config, return_lse
     )
 
 
@@ -329,6 +368,7 @@ def attention_gradient(
 _LAUNCHERS = {
     "stof::attention_block": ("attention_blockwise", "attention_block_forward"),
     "stof::attention_row": ("attention_rowwise", "attention_row_forward"),
+    "stof::attention_gather": ("attention_gather", "attention_gather_forward"),
 }
 
 
@@ -345,7 +385,12 @@ def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return fake
 
 
-for _operator, _flag in ((attention_block, _TF32), (attention_row, _TF32_OF_ROWS)):
+_OPERATORS = (
+    (attention_block, _TF32),
+    (attention_row, _TF32_OF_ROWS),
+    (attention_gather, _TF32_OF_GATHER),
+)
+for _operator, _flag in _OPERATORS:
     _operator.register_fake(_fake(_operator._qualname))
     _operator.register_autograd(
         attention_gradient, setup_context=partial(_save_with_results, tf32=_flag)

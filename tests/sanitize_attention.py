@@ -33,6 +33,17 @@ def _row(case):
     attention_cases.check(on_gpu(attention_row_forward), config, case)
 
 
+def _gather(case, config=None):
+    import attention_cases
+    import test_gather
+    from stof_compile.kernels.attention_gather import GatherConfig
+
+    case = attention_cases.Case(**{"dtype": torch.float16, **case})
+    config = GatherConfig(*case.block, 4, 3)._replace(**(config or {}))
+    packed = tuple(test_gather.stored(case).packed)
+    attention_cases.check(partial(on_gpu(test_gather.launch), packed), config, case)
+
+
 def _backward(case):
     import test_backward
     from close import assert_close
@@ -112,6 +123,16 @@ def _cases():
         "odd-heads": {"rule": "random", "head_dim": 24, "value_dim": 40},
         "decode": {"q_len": 1, "heads": 4, "group": 2, **band},
         "fp32": single | {"rule": "random"},
+    })  # fmt: skip
+    yield from forms("gather", "attention_gather", _gather, {
+        "bitmap": (RAGGED | longformer, {}),
+        "features": (RAGGED | FEATURES, {"heads_fast": 1}),
+        "odd-heads": (RAGGED | FEATURES | {"head_dim": 72, "value_dim": 40}, {}),
+        "full-only": (RAGGED | {"rule": "dense", "q_len": 128, "k_len": 192}, {}),
+        "packed": (RAGGED | {"k_len": 130, "batch": 2, "packed": True}, {}),
+        "decode": ({"q_len": 1, "heads": 4, "group": 2}, {}),
+        "fp32": (FEATURES | single, {}),
+        "low-tiles": (RAGGED | longformer | {"block": (16, 64)}, {}),
     })  # fmt: skip
     pieces = RAGGED | {"piece": (64, 64)}
     yield from forms("backward", "attention_backward", _backward, {

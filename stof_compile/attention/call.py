@@ -17,6 +17,13 @@ from stof_compile.ops_block import hopper_programs, with_heavy_rows
 
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 
+SPARSE_OPERATORS = {
+    "block": torch.ops.stof.attention_block.default,
+    "row": torch.ops.stof.attention_row.default,
+    "gather": torch.ops.stof.attention_gather.default,
+}
+"""Of the kernels for CUDA that walk a block mask."""
+
 CUDNN = (1,)  # config of kernel "sdpa": the cuDNN kernel; () is whatever SDPA itself takes
 DENSE_MASK_LIMIT = 2**31  # bytes; a larger bool mask is refused rather than built
 
@@ -54,7 +61,7 @@ def bind_kernel(
     """
     if kernel == "sdpa":
         return _bind_cudnn(problem) if config == CUDNN else _bind_sdpa(problem)
-    if kernel in ("block", "row"):
+    if kernel in ("block", "row") or (kernel == "gather" and problem.device.type == "cuda"):
         return _bind_sparse(problem, kernel, config, own_gradients)
     if kernel in ("flex", "gather"):
         return _bind_cpu(problem, kernel, config)
@@ -104,6 +111,12 @@ def _list_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
     return dict(zip((f"{stem}_key_ptr", f"{stem}_key_tiles"), block_mask.key_lists, strict=True))
 
 
+def _pack_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
+    """The packed columns, by name, for a call that gathers them."""
+    stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+    return {f"{stem}_{name}": part for name, part in block_mask.packed._asdict().items()}
+
+
 def _band(block_mask: BlockMask) -> list[int]:
     rule = block_mask.band
     return [] if rule is None else [rule.lo, rule.hi, rule.global_q, rule.global_k, rule.cap]
@@ -112,11 +125,7 @@ def _band(block_mask: BlockMask) -> list[int]:
 def _bind_sparse(
     problem: AttentionProblem, kernel: str, config: tuple[int, ...], own_gradients: bool
 ) -> KernelCall:
-    op = (
-        torch.ops.stof.attention_block.default
-        if kernel == "block"
-        else torch.ops.stof.attention_row.default
-    )
+    op = SPARSE_OPERATORS[kernel]
     block_mask = problem.block_mask((config[0], config[1]))
     if kernel == "block":
         if hopper_programs(config):
@@ -128,7 +137,9 @@ def _bind_sparse(
     # the reference formula gives the gradient of a bias and needs neither lists nor log-sum-exp
     kernels_backward = own_gradients and problem.training and not problem.bias_grad
     lists = _list_buffers(block_mask) if kernels_backward else {}
-    buffers |= lists
+    packed = _pack_buffers(block_mask) if kernel == "gather" else {}
+    buffers |= lists | packed
+    no_lists = (None, None) if packed and not lists else ()
 
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
         mask = [held[name] for name in names]
@@ -145,7 +156,8 @@ def _bind_sparse(
             band,
             list(config),
             kernels_backward,
-            *(held[name] for name in lists),
+            *no_lists,
+            *(held[name] for name in (*lists, *packed)),
         )[0]
 
     return KernelCall(buffers, run)

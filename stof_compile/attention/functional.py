@@ -14,14 +14,14 @@ from torch import Tensor
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
-from stof_compile.attention.call import honest_config, mask_arrays
+from stof_compile.attention.call import SPARSE_OPERATORS, honest_config, mask_arrays
 from stof_compile.attention.operands import check_operands, check_tensor_mask
 from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 
 KERNELS = ("row", "block", "gather", "flex", "sdpa")
-KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "sdpa")}
+KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "gather", "sdpa")}
 
 # Part of the tiles that may be touched before dense attention is the better guess.
 SPARSE_WINS_BELOW = 0.6
@@ -40,7 +40,7 @@ def attention_kernel(kernel: str) -> Iterator[None]:
     choice; threads and tasks have their own.
 
     Args:
-        kernel: "row", "block" (CUDA), "gather", "flex" (CPU) or "sdpa" (both).
+        kernel: "row", "block" (CUDA), "flex" (CPU), "gather" or "sdpa" (both).
 
     Raises:
         StofOptionError: no kernel has this name.
@@ -215,9 +215,11 @@ def _attend(
     if kernel == "block":
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    names = {"row": torch.ops.stof.attention_row, "block": torch.ops.stof.attention_block}
-    attend = names.get(kernel, torch.ops.stof.attention_cpu)
-    chosen = [kernel] if device == "cpu" else []
+    on_gpu = device == "cuda"
+    attend = SPARSE_OPERATORS[kernel] if on_gpu else torch.ops.stof.attention_cpu
+    more: list[Any] = [] if on_gpu else [kernel]
+    if on_gpu and kernel == "gather":
+        more = [None, None, *block_mask.packed]
     out, lse = attend(
         q,
         k,
@@ -231,7 +233,7 @@ def _attend(
         band,
         list(config),
         return_lse,
-        *chosen,
+        *more,
     )
     return out, lse
 
@@ -250,12 +252,16 @@ def _first_config(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tupl
         return (32, 32) if forced == "flex" else default_block(q.dtype)
     if forced == "sdpa":
         return (64, 64)
-    from stof_compile.kernels import attention_blockwise, attention_rowwise
+    from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
 
     capability = torch.cuda.get_device_capability(q.device)
     found: Sequence[tuple[int, ...]]
     if forced == "row" or (forced is None and q.shape[2] == 1):
         found = attention_rowwise.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
+    elif forced == "gather":
+        found = attention_gather.configs(
+            q.shape[3], q.dtype, capability, value_dim=v.shape[3], q_len=q.shape[2]
+        )
     else:
         found = attention_blockwise.configs(
             q.shape[3],

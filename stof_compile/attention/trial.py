@@ -20,7 +20,7 @@ from stof_compile.plan import Candidate
 logger = logging.getLogger("stof_compile")
 
 COMPILE_THREADS = 6
-OWN_GRADIENTS = ("block", "row")  # kernels with a backward pass of ours
+OWN_GRADIENTS = {"cuda": ("block", "row", "gather")}  # kernels with a backward pass of ours
 GRADIENT_SCALE = 4.0  # on the tolerance: gradients are sums of products of rounded results
 GATE_ROWS = (
     256  # query rows a candidate is checked on against fp64, in the first and the last plane
@@ -40,7 +40,11 @@ def measure_candidate(
             return Candidate(
                 kernel, config, "failed", reason="output differs from the fp64 reference"
             )
-        ours = kernel in OWN_GRADIENTS and problem.training and not problem.bias_grad
+        ours = (
+            kernel in OWN_GRADIENTS.get(problem.device.type, ())
+            and problem.training
+            and not problem.bias_grad
+        )
         if ours and not _gradients_agree(problem, call, sets[0], generator):
             reason = "gradients differ from the fp64 reference"
             return Candidate(kernel, config, "failed", reason=reason)
@@ -232,7 +236,7 @@ def compile_together(
 
     One that fails does so again, and is recorded, where it is measured.
     """
-    wanted = [c for c in candidates if c[0] in ("block", "row")]
+    wanted = [c for c in candidates if c[0] != "sdpa"]
     if len(wanted) < 2:
         return
     inputs = _random_inputs(problem, generator)

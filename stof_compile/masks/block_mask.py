@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ from stof_compile.masks.bands import BandRule
 from stof_compile.masks.fragments import to_fragments
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
+from stof_compile.masks.packed_columns import PackedColumns, pack_columns, packed_tiles
 from stof_compile.masks.spec import MaskSpec, digest
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,25 +112,38 @@ class BlockMask:
                 f"fragments exist for tiles of 64 x 64, not {self.block_q} x {self.block_k}"
             )
         host = vars(self).get(HOST)
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            made = to_fragments(self.bitmap) if host is None else host.fragments.to(self.device)
-        self._any_stream_may_read()
-        return made
+        return self._derived(
+            lambda: to_fragments(self.bitmap) if host is None else host.fragments.to(self.device)
+        )
 
     @cached_property
     def key_lists(self) -> tuple[Tensor, Tensor]:
         """The tile lists by column, (key_ptr, key_tiles), for the gradients of k and v; see
         `masks.key_lists`. Not to be made while a CUDA stream is capturing: the host waits."""
         lists = (self.row_ptr, self.full_start, self.col_idx, self.bitmap_id)
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            made = key_lists(*lists, self.rows, self.cols)
-        self._any_stream_may_read()
-        return made
+        return self._derived(lambda: key_lists(*lists, self.rows, self.cols))
 
-    def _any_stream_may_read(self) -> None:
-        """Wait for what was made of the mask's arrays just now."""
+    @cached_property
+    def packed(self) -> PackedColumns:
+        """The part tiles by column, for kernels that gather keys; see `masks.packed_columns`. Not
+        to be made while a CUDA stream is capturing: the host waits."""
+        host = vars(self).get(HOST)
+        return self._derived(
+            lambda: pack_columns(self) if host is None else host.packed.to(self.device)
+        )
+
+    @of_contents
+    def packed_tiles(self) -> int:
+        """Tiles that are left where the columns of part tiles are packed, full ones included."""
+        return int(packed_tiles(self).sum()) + self.full_tiles
+
+    def _derived(self, make: Callable[[], Made]) -> Made:
+        """What is made of the arrays, outside of any tracing; any stream may read it then."""
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            made = make()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +157,7 @@ class BlockMask:
         """Kept elements, part tiles, largest and smallest row of all planes; one host sync."""
         if self.row_ptr.numel() <= 1:
             return 0, 0, 0, 0
-        part = self._is_part()
+        part = self.is_part()
         per_bitmap = bitmap.popcount(self.bitmap)
         part_kept = (
             torch.where(part, per_bitmap[self.bitmap_id.long()], 0).sum()
@@ -153,13 +170,13 @@ class BlockMask:
         full = self.col_idx.numel() - parts
         return kept + full * self.block_q * self.block_k, parts, longest, shortest
 
-    def _is_part(self) -> Tensor:
-        """Bool [nnz]."""
-        row = self._row_of_tile()
+    def is_part(self) -> Tensor:
+        """Which of the stored tiles have a bitmap, bool [nnz]."""
+        row = self.row_of_tile()
         return torch.arange(self.col_idx.numel(), device=self.device) < self.full_start[row]
 
-    def _row_of_tile(self) -> Tensor:
-        """Int64 [nnz] row number, counted through all planes."""
+    def row_of_tile(self) -> Tensor:
+        """Tile row of every stored tile, int64 [nnz], counted through all planes."""
         number = torch.arange(self.row_ptr.numel() - 1, device=self.device)
         return torch.repeat_interleave(
             number, self.row_ptr.diff().long(), output_size=self.col_idx.numel()
@@ -253,14 +270,8 @@ class BlockMask:
         if self.band is None or self.planes != 1:
             return False
         tile = (self.block_q, self.block_k)
-        same = build_block_mask(
-            self.band.as_spec(),
-            self.q_len,
-            self.k_len,
-            tile,
-            q_offset=self.q_offset,
-            device=self.device,
-        )
+        rule, lengths = self.band.as_spec(), (self.q_len, self.k_len)
+        same = build_block_mask(rule, *lengths, tile, q_offset=self.q_offset, device=self.device)
         pairs = ((getattr(self, n), getattr(same, n)) for n in ("row_ptr", "full_start", "col_idx"))
         return all(torch.equal(mine, other) for mine, other in pairs)
 
@@ -284,11 +295,9 @@ class BlockMask:
         return hash(self.key)
 
     def __repr__(self) -> str:
-        return (
-            f"BlockMask({self.q_len} x {self.k_len}, blocks {self.block_q} x {self.block_k}, "
-            f"{self.planes} plane(s), "
-            f"{self.col_idx.numel()} tiles kept, {self.device})"
-        )
+        blocks = f"blocks {self.block_q} x {self.block_k}, {self.planes} plane(s)"
+        tiles = f"{self.col_idx.numel()} tiles kept"
+        return f"BlockMask({self.q_len} x {self.k_len}, {blocks}, {tiles}, {self.device})"
 
     # -- conversion --------------------------------------------------------------------------------
 
@@ -306,12 +315,9 @@ class BlockMask:
     def to_dense(self) -> Tensor:
         """Expand to bool [Bm, Hm, q_len, k_len], the whole matrix."""
         rows, cols = self.rows, self.cols
-        tiles = torch.zeros(
-            (self.planes * rows, cols, self.block_q, self.block_k),
-            dtype=torch.bool,
-            device=self.device,
-        )
-        row, col, part = self._row_of_tile(), self.col_idx.long(), self._is_part()
+        size = (self.planes * rows, cols, self.block_q, self.block_k)
+        tiles = torch.zeros(size, dtype=torch.bool, device=self.device)
+        row, col, part = self.row_of_tile(), self.col_idx.long(), self.is_part()
         tiles[row[~part], col[~part]] = True
         if self.bitmap.shape[0]:
             content = bitmap.unpack(self.bitmap, self.block_q, self.block_k)

@@ -139,7 +139,7 @@ def test_operators_of_ours_are_attention():
     from stof_compile import ops  # noqa: F401
 
     graph = Graph()
-    for name in ("attention_rule", "attention_block", "attention_row"):
+    for name in ("attention_rule", "attention_block", "attention_row", "attention_gather"):
         kind = op_kind(graph.call_function(getattr(torch.ops.stof, name).default))
         assert kind is not None and kind.name == "attention" and kind.compute_intensive
     assert op_kind(graph.call_function(torch.ops.stof.attention_backward.default)) is None

@@ -198,7 +198,7 @@ def test_key_lists_are_the_lists_of_the_transposed_mask(rule):
         assert [lengths[c] for c in order] == sorted(lengths, reverse=True)
 
 
-@pytest.mark.parametrize("name", ["attention_block", "attention_row"])
+@pytest.mark.parametrize("name", ["attention_block", "attention_row", "attention_gather"])
 def test_operators_take_the_kernels_where_lists_are_given(name, monkeypatch):
     from stof_compile.kernels import reference
 
@@ -217,7 +217,7 @@ def test_operators_take_the_kernels_where_lists_are_given(name, monkeypatch):
     stored = masks.build_block_mask(rule_of(case), 17, 33, 16, q_offset=16)
     out, lse = getattr(torch.ops.stof, name)(
         q, k, v, *stored.tensors, None, None, 0.25, 0.0, 16, [*stored.band.as_ints()], [16, 16],
-        True, *stored.key_lists,
+        True, *stored.key_lists, *(stored.packed if name == "attention_gather" else ()),
     )  # fmt: skip
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     wanted, wanted_lse = attention_reference(*wide, stored.to_dense(), scale=0.25, return_lse=True)

@@ -24,6 +24,7 @@ from stof_compile.kernels import (
     attention_blockwise,
     attention_rowwise,
     blockwise_kernel,
+    gather_kernel,
     limits,
     merge_kernel,
 )
@@ -240,7 +241,7 @@ def test_every_config_anywhere(target, head_dim):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["block", "block of two products", "block in pieces", "merging", "row"]
+    "kernel", ["block", "block of two products", "block in pieces", "merging", "row", "gather"]
 )
 def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
     """A tensor taken for written would be cloned at every call of a compiled graph."""
@@ -259,6 +260,9 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
             "VALUE_DIM": 80, "WIDTH": 96, "BLOCK_E": 128, "BLOCK_M": 64, "STEP": 16,
             "RETURN_LSE": True, "SINGLE_PLANE": False,
         }  # fmt: skip
+    elif kernel == "gather":
+        function = gather_kernel.attention_gather_kernel
+        values = attention_constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True, EVEN_Q=False)
     elif kernel != "row":
         function = blockwise_kernel.attention_block_kernel
         tail = 32 if kernel == "block of two products" else 0
@@ -270,7 +274,8 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
         function = attention_rowwise._attention_row_kernel
         values = attention_constants(64, 16, 16, SINGLE_PLANE=False, RETURN_LSE=True, GROUP=4)
         values |= {"TILES": 2, "KV_SHARE": 1, "LANES": 16}
-    kinds = {"key_keep": torch.bool, "bitmap": torch.int64}
+    kinds = {"key_keep": torch.bool, "bitmap": torch.int64, "pack_bitmap": torch.int64}
+    kinds["pack_columns"] = torch.int32
     kinds |= dict.fromkeys(("lse", "partial", "partial_stats"), torch.float32)
     with torch._subclasses.FakeTensorMode():
         arguments = {}

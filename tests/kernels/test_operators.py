@@ -41,6 +41,9 @@ def test_schema_is_the_documented_one():
     for name in ("attention_block", "attention_row"):
         schema = str(getattr(torch.ops.stof, name).default._schema)
         assert schema == f"stof::{name}{wanted}"
+    packed = "Tensor pack_ptr, Tensor pack_columns, Tensor pack_id, Tensor pack_bitmap"
+    wanted = wanted.replace("=None", "").replace(") ->", f", {packed}) ->")
+    assert str(torch.ops.stof.attention_gather.default._schema) == f"stof::attention_gather{wanted}"
 
 
 def test_fake_has_the_layout_of_the_next_linear():
@@ -71,11 +74,13 @@ def _interprets():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["attention_block", "attention_row"])
+@pytest.mark.parametrize("name", ["attention_block", "attention_row", "attention_gather"])
 def test_triton_operators_pass_opcheck(name):
     q, k, v = operands(requires_grad=True)
+    stored = stored_mask()
+    packed = (None, None, *stored.packed) if name == "attention_gather" else ()
     arguments = (
-        q, k, v, *stored_mask().tensors, None, None, SCALE, 0.0, OFFSET, [], [16, 32], True
+        q, k, v, *stored.tensors, None, None, SCALE, 0.0, OFFSET, [], [16, 32], True, *packed
     )  # fmt: skip
     # no AOT test: an interpreted kernel cannot be traced
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
