@@ -3,6 +3,8 @@
 Source: the four masks of Table 2 of the STOF paper with ``width = max(16, isqrt(S))`` for window
 and global tokens and 10 % of the empty 64x64 tiles filled at random (BigBird), over the paper's
 three settings and 16x4096; ``mha`` has the other cells of its Figures 9 and 10.
+``fixed`` is the fixed attention of Sparse Transformers, section 4.3: segments of 128 tokens, of
+which the last is seen by all behind it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class Cell:
     """One attention problem: ``[batch, heads, seq, head_dim]`` under a mask.
 
     Args:
-        mask: one of ``MASKS``.
-        window, global_tokens: width of the window on each side and number of global tokens.
+        mask: one of ``MASKS``, or "fixed".
+        window, global_tokens: width of the window on each side and number of global tokens; of
+            "fixed" the length of a segment and how many of its tokens others see.
         dtype: name of a torch dtype.
     """
 
@@ -118,6 +121,11 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
         for dtype in ("float16", "bfloat16")
         for mask in ("causal", "bigbird")
     ),
+    # columns that are far from each other: tiles hold little of the mask, packed columns do
+    "scattered": (
+        *(Cell(b, s, "fixed", 128, 1) for b, s in ((8, 512), (16, 2048), (16, 4096))),
+        Cell(1, 16384, "fixed", 128, 1, heads=32, head_dim=128),
+    ),
     # what Figures 9 and 10 have beside the cells of table2
     "mha": tuple(
         table2_cell(batch, seq, mask)
@@ -170,6 +178,8 @@ def mask_spec(cell: Cell) -> MaskSpec:
         return masks.sliding_window(cell.window)
     if cell.mask == "longformer":
         return masks.longformer(window=cell.window, global_tokens=cell.global_tokens)
+    if cell.mask == "fixed":
+        return masks.fixed(cell.window, cell.global_tokens)
     return masks.bigbird(
         window=cell.window, global_tokens=cell.global_tokens, random_fill=RANDOM_FILL, seed=0
     )
@@ -188,7 +198,12 @@ def arithmetic_rule(cell: Cell) -> MaskMod:
     def longformer(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return ((q - k <= window) & (k - q <= window)) | (q < global_tokens) | (k < global_tokens)
 
-    return {"causal": causal, "sliding": sliding}.get(cell.mask, longformer)
+    def fixed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        summary = k % window >= window - global_tokens
+        return (q >= k) & ((q // window == k // window) | summary)
+
+    known = {"causal": causal, "sliding": sliding, "fixed": fixed}
+    return known.get(cell.mask, longformer)
 
 
 def dense_mask(cell: Cell, device: torch.device) -> Tensor:

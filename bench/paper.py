@@ -56,7 +56,8 @@ def full_parts(device: str) -> list[Part]:
     if device == "cpu":
         long["cells"] = "1x2048,1x4096"
     grids = [("Figures 9 and 10", "table2", "attention"), ("Figures 9 and 10", "mha", ""),
-             ("long sequences", "long", ""), ("head dims", "headdims", "")]  # fmt: skip
+             ("long sequences", "long", ""), ("head dims", "headdims", ""),
+             ("scattered columns", "scattered", "")]  # fmt: skip
     attention = [
         Part(shows, "attention", name or f"attention-{grid}", {"grid": grid, **PATIENCE})
         for shows, grid, name in grids

@@ -197,7 +197,7 @@ def _flex_flash(setup: Setup) -> Attend:
 
 SAFE = {"ROWS_GUARANTEED_SAFE": True}
 # the flag asks for a kept key in the first tile that a row visits: under these masks there is one
-SAFE_MASKS = ("causal", "longformer", "bigbird")
+SAFE_MASKS = ("causal", "longformer", "bigbird", "fixed")
 M64 = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 

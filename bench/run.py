@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("files", nargs="*", type=Path, help="report: CSV files")
     parsed.add_argument(
         "--grid",
-        help="attention: table2 (default), long, headdims, mha, cpu, smoke, ...; several with "
-        "commas between them, each into a file of its own unless --out names one",
+        help="attention: table2 (default), long, headdims, scattered, mha, cpu, smoke, ...;"
+        " several with commas between them, each into a file of its own unless --out names one",
     )
     parsed.add_argument(
         "--cells",
@@ -72,7 +72,10 @@ def parser() -> argparse.ArgumentParser:
         "--sweep", action="store_true", help="attention: time STOF's configs one by one"
     )
     parsed.add_argument(
-        "--kernel", default="block", choices=("block", "row"), help="--sweep: which kernel"
+        "--kernel",
+        default="block",
+        choices=("block", "row", "gather"),
+        help="--sweep: which kernel",
     )
     parsed.add_argument(
         "--axes", default="", help="--sweep: product of these fields in place of the kernel's list"

@@ -53,13 +53,17 @@ class Trial:
 
 
 def _kernel_module(kernel: str) -> Any:
-    name = {"block": "attention_blockwise", "row": "attention_rowwise"}[kernel]
+    name = {
+        "block": "attention_blockwise",
+        "row": "attention_rowwise",
+        "gather": "attention_gather",
+    }[kernel]
     return importlib.import_module(f"stof_compile.kernels.{name}")
 
 
 def _config_type(kernel: str) -> Any:
     module = _kernel_module(kernel)
-    return module.BlockConfig if kernel == "block" else module.RowConfig
+    return getattr(module, {"block": "BlockConfig", "row": "RowConfig"}.get(kernel, "GatherConfig"))
 
 
 def parse_axes(text: str) -> dict[str, list[str]]:
@@ -132,7 +136,7 @@ def listed_configs(cell: Cell, kernel: str, device: torch.device) -> Iterator[tu
 
 def fits(trial: Trial, kernel: str, mask: BlockMask) -> bool:
     """Whether a trial is about this mask at all: its loops and its form must exist in it."""
-    if trial.form == "band" and mask.band is None:
+    if trial.form == "band" and (mask.band is None or kernel == "gather"):
         return False
     loops = getattr(_config_type(kernel)(*trial.config), "loops", 3)
     if loops >= 6:
@@ -201,9 +205,12 @@ def bind(kernel: str, trial: Trial, mask: BlockMask, scale: float, planes: int) 
     config = honest_config(mask, trial.config, planes) if kernel == "block" else trial.config
     arrays = mask_arrays(mask, config if kernel == "block" else ()).values()
     band = _band(mask) if trial.form == "band" else []
+    more = (None, None, *mask.packed) if kernel == "gather" else ()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return operator(q, k, v, *arrays, None, None, scale, 0.0, 0, band, list(config), False)[0]
+        return operator(
+            q, k, v, *arrays, None, None, scale, 0.0, 0, band, list(config), False, *more
+        )[0]  # fmt: skip
 
     return attend
 

@@ -6,7 +6,7 @@ import torch
 pytestmark = pytest.mark.usefixtures("bench_path")
 CPU = torch.device("cpu")
 SEQ, BATCH, HEADS = 4160, 2, 3
-MASKS = ("causal", "sliding", "longformer", "bigbird")
+MASKS = ("causal", "sliding", "longformer", "bigbird", "fixed")
 
 
 @pytest.fixture

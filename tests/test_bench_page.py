@@ -99,6 +99,10 @@ FILES = {
         attention(peer, us, us, f"4x4096/causal/d{dim}/float16", head_dim=dim)
         for peer, us in (("flex_expert", "3"), ("stof", "4")) for dim in ("64", "96")
     ],
+    "attention-scattered-cuda": [
+        attention(peer, us, us, "8x512/fixed")
+        for peer, us in (("flex_expert", "6"), ("stof", "5"))
+    ],
     "e2e-cuda": [
         model("compile-default", "200", "500"), model("flex-default", "150", "300"),
         model("stof-default", "100", "400"), model("stof-attention", "120", "400"),

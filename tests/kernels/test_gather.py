@@ -215,6 +215,21 @@ def test_gathering_is_timed_where_columns_are_scattered():
     assert worth(masks.from_tensor(keep), (16, 64)) and not worth(masks.from_tensor(keep))
 
 
+@pytest.mark.interpreter
+def test_the_benchmark_sweeps_it(bench_path):
+    import sweep
+    from cases import Cell
+
+    cell = Cell(1, 96, "fixed", 32, 1, heads=2, head_dim=16, dtype="float32")
+    mask = masks.build_block_mask(masks.fixed(32, 1), 96, 96, (16, 16))
+    axes = {"block_q": ["16"], "block_k": ["16"]}
+    listed = sweep.trials(cell, "gather", axes, torch.device("cpu"))
+    (trial,) = (t for t in listed if sweep.fits(t, "gather", mask))
+    leaves = [torch.randn(1, 2, 96, 16).requires_grad_() for _ in range(3)]
+    attend = sweep.bind("gather", trial, mask, 0.125, 2)
+    check_training(attend, leaves, mask.to_dense(), slice(None))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
