@@ -82,10 +82,14 @@ def attention_rule(
     if operator is torch.ops.stof.attention_block:
         config = with_heavy_rows(config, block_mask, batch * heads)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    chosen = [] if q.is_cuda else [_cpu_choice(kernel, q.dtype, block_mask, softcap, return_lse)]
+    more: list[Any] = []
+    if operator is torch.ops.stof.attention_gather:
+        more = [None, None, *block_mask.packed]
+    elif not q.is_cuda:
+        more = [_cpu_choice(kernel, q.dtype, block_mask, softcap, return_lse)]
     out, lse = operator(
         q, k, v, *arrays, key_keep, bias, scale, softcap, q_offset, band, config,
-        return_lse, *chosen,
+        return_lse, *more,
     )  # fmt: skip
     return out, lse
 
@@ -283,9 +287,10 @@ def _cpu_choice(
 
 def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[Any, list[int]]:
     """Triton operator and config for lengths that nothing was measured for."""
-    if kernel not in ("auto", "block", "row"):
+    if kernel not in ("auto", "block", "row", "gather"):
         raise StofUnsupportedError(
-            f"attention={kernel!r} takes no mask rule on a GPU; use auto, block, row or sdpa"
+            f"attention={kernel!r} takes no mask rule on a GPU; use auto, block, row, gather or "
+            "sdpa"
         )
     batch, heads, q_len, head_dim = q.shape
     capability = torch.cuda.get_device_capability(q.device)
@@ -294,6 +299,13 @@ def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple
 
         rowwise = attention_rowwise.configs(head_dim, q.dtype, capability, value_dim=value_dim)
         return torch.ops.stof.attention_row, list(rowwise[0])
+    if kernel == "gather":
+        from stof_compile.kernels import attention_gather
+
+        gathering = attention_gather.configs(
+            head_dim, q.dtype, capability, value_dim=value_dim, q_len=q_len
+        )
+        return torch.ops.stof.attention_gather, list(gathering[0])
     from stof_compile.kernels import attention_blockwise
 
     blockwise = attention_blockwise.configs(

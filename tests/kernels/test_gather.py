@@ -256,6 +256,20 @@ def test_on_a_gpu(head_dim, dtype):
 
 
 @pytest.mark.gpu
+def test_a_rule_whose_lengths_come_with_the_call():
+    spec = masks.fixed(64, 1)
+    q, k, v = torch.randn(3, 1, 2, 300, 64, device="cuda", dtype=torch.float16)
+    out, _ = torch.ops.stof.attention_rule(
+        q, k, v, list(spec.tensors()), spec.to_json(), None, None, None, 0.125, 0.0, 0, "gather",
+        False,
+    )  # fmt: skip
+    keep = masks.build_block_mask(spec, 300, 300, 64, device="cuda").to_dense()
+    wide = [t.double() for t in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=keep, scale=0.125)
+    assert_close(out, wanted, torch.float16)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True])
 def test_it_is_forced_and_measured_on_a_gpu(training):
     import stof_compile
