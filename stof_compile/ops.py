@@ -287,37 +287,48 @@ def _cpu_choice(
 
 def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[Any, list[int]]:
     """Triton operator and config for lengths that nothing was measured for."""
-    if kernel not in ("auto", "block", "row", "gather"):
+    operators = {
+        "block": torch.ops.stof.attention_block,
+        "row": torch.ops.stof.attention_row,
+        "gather": torch.ops.stof.attention_gather,
+    }
+    if kernel == "auto":
+        kernel = "row" if q.shape[2] == 1 else "block"
+    if kernel not in operators:
         raise StofUnsupportedError(
-            f"attention={kernel!r} takes no mask rule on a GPU; use auto, block, row, gather or "
-            "sdpa"
+            f"attention={kernel!r} takes no mask rule on a GPU; use auto, {', '.join(operators)} "
+            "or sdpa"
         )
+    return operators[kernel], list(first_gpu_config(kernel, q, value_dim, plain))
+
+
+def first_gpu_config(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[int, ...]:
+    """The first config of "block", "row" or "gather" for a problem that was not measured.
+
+    Args:
+        q: [batch, heads, q_len, head_dim] on a GPU. value_dim: of v.
+        plain: no padding, no bias, no softcap, a positive scale.
+    Raises:
+        StofUnsupportedError: the kernel has none for these head dims and this dtype.
+    """
+    from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
+
     batch, heads, q_len, head_dim = q.shape
-    capability = torch.cuda.get_device_capability(q.device)
-    if kernel == "row" or (kernel == "auto" and q_len == 1):
-        from stof_compile.kernels import attention_rowwise
-
-        rowwise = attention_rowwise.configs(head_dim, q.dtype, capability, value_dim=value_dim)
-        return torch.ops.stof.attention_row, list(rowwise[0])
-    if kernel == "gather":
-        from stof_compile.kernels import attention_gather
-
-        gathering = attention_gather.configs(
-            head_dim, q.dtype, capability, value_dim=value_dim, q_len=q_len
+    problem = head_dim, q.dtype, torch.cuda.get_device_capability(q.device)
+    found: Sequence[tuple[int, ...]]
+    if kernel == "row":
+        found = attention_rowwise.configs(*problem, value_dim=value_dim)
+    elif kernel == "gather":
+        found = attention_gather.configs(*problem, value_dim=value_dim, q_len=q_len)
+    else:
+        found = attention_blockwise.configs(
+            *problem, value_dim=value_dim, q_len=q_len, planes=batch * heads, plain=plain
         )
-        return torch.ops.stof.attention_gather, list(gathering[0])
-    from stof_compile.kernels import attention_blockwise
-
-    blockwise = attention_blockwise.configs(
-        head_dim,
-        q.dtype,
-        capability,
-        value_dim=value_dim,
-        q_len=q_len,
-        planes=batch * heads,
-        plain=plain,
-    )
-    return torch.ops.stof.attention_block, list(blockwise[0])
+    if not found:
+        raise StofUnsupportedError(
+            f"no sparse kernel fits head dims {head_dim} and {value_dim} in {q.dtype} on this GPU"
+        )
+    return found[0]
 
 
 attention_rule.register_autograd(_rule_gradient, setup_context=_save_rule)

@@ -98,8 +98,13 @@ def mask_arrays(block_mask: BlockMask, config: Sequence[int]) -> dict[str, torch
     return dict(zip(MASK_FIELDS, tensors, strict=True))
 
 
+def _stem(block_mask: BlockMask) -> str:
+    """How the names of a mask's buffers begin."""
+    return f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+
+
 def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+    stem = _stem(block_mask)
     if hopper_programs(config):
         stem += "_fragments"
     return {f"{stem}_{name}": array for name, array in mask_arrays(block_mask, config).items()}
@@ -107,13 +112,13 @@ def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str
 
 def _list_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
     """The tile lists by column, by name, for a call whose gradients the kernels give."""
-    stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+    stem = _stem(block_mask)
     return dict(zip((f"{stem}_key_ptr", f"{stem}_key_tiles"), block_mask.key_lists, strict=True))
 
 
 def _pack_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
     """The packed columns, by name, for a call that gathers them."""
-    stem = f"mask_{block_mask.key[:12]}_{block_mask.block_q}x{block_mask.block_k}"
+    stem = _stem(block_mask)
     return {f"{stem}_{name}": part for name, part in block_mask.packed._asdict().items()}
 
 

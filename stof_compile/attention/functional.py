@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import stof_compile.ops
-import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
+import stof_compile.ops_cpu  # registers stof::attention_cpu
 from stof_compile import masks
 from stof_compile.attention.call import SPARSE_OPERATORS, honest_config, mask_arrays
 from stof_compile.attention.operands import check_operands, check_tensor_mask
@@ -252,32 +252,8 @@ def _first_config(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tupl
         return (32, 32) if forced == "flex" else default_block(q.dtype)
     if forced == "sdpa":
         return (64, 64)
-    from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
-
-    capability = torch.cuda.get_device_capability(q.device)
-    found: Sequence[tuple[int, ...]]
-    if forced == "row" or (forced is None and q.shape[2] == 1):
-        found = attention_rowwise.configs(q.shape[3], q.dtype, capability, value_dim=v.shape[3])
-    elif forced == "gather":
-        found = attention_gather.configs(
-            q.shape[3], q.dtype, capability, value_dim=v.shape[3], q_len=q.shape[2]
-        )
-    else:
-        found = attention_blockwise.configs(
-            q.shape[3],
-            q.dtype,
-            capability,
-            value_dim=v.shape[3],
-            q_len=q.shape[2],
-            planes=q.shape[0] * q.shape[1],
-            plain=plain,
-        )
-    if not found:
-        raise StofUnsupportedError(
-            f"no sparse kernel fits head dims {q.shape[3]} and {v.shape[3]} in {q.dtype} "
-            "on this GPU"
-        )
-    return found[0]
+    kernel = forced or ("row" if q.shape[2] == 1 else "block")
+    return stof_compile.ops.first_gpu_config(kernel, q, v.shape[3], plain)
 
 
 def _refuse_flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, return_lse: bool) -> None:
