@@ -34,13 +34,15 @@ class InitialLimits:
 
     Args:
         chain_rows, norm_columns: see :data:`CHAIN_ROWS`, :data:`NORM_COLUMNS`.
-        few_rows: most rows of which a GEMM starts in one segment with its activation, or with the
-            norm behind it whatever its columns (split-K sums that the norm reads); 0 = never.
+        few_rows: most rows of which a GEMM starts in one segment with the norm behind it whatever
+            its columns (split-K sums that the norm reads); 0 = never.
+        activation: whether a GEMM starts in one segment with its activation.
     """
 
     chain_rows: int = CHAIN_ROWS
     norm_columns: int = NORM_COLUMNS
     few_rows: int = 0
+    activation: bool = False
 
 
 def limits_of(capability: tuple[int, int] | None) -> InitialLimits:
@@ -48,10 +50,12 @@ def limits_of(capability: tuple[int, int] | None) -> InitialLimits:
 
     On Hopper two GEMMs in one kernel lost to GEMM + activation and GEMM + norm apart (BERT-base,
     128 rows, H200: 17.1 us against 14.7 us, measured in turns, 2026-11-21), which won against the
-    library (5.7 against 7.3 us, 8.6 against 11.5 us).
+    library (5.7 against 7.3 us, 8.6 against 11.5 us). With many rows GEMM + GELU was kept by every
+    search that came to try it (34 against 43 us apart, BERT-base, 4,096 rows); one on a slow host
+    ended before it did.
     """
     if capability is not None and capability[0] == 9:
-        return InitialLimits(chain_rows=0, few_rows=256)
+        return InitialLimits(chain_rows=0, few_rows=256, activation=True)
     return InitialLimits()
 
 
@@ -75,7 +79,7 @@ def initial_scheme(
     1. GEMM, ops that are no norm, GEMM: one segment while ``rows`` <= ``chain_rows``.
     2. GEMM, biases, norm: one segment while the GEMM has at most ``norm_columns`` columns, or few
        rows.
-    3. GEMM, activation: one segment with few rows.
+    3. GEMM, activation: one segment where the limits say so.
     4. Biases, norm: one segment.
     5. All else is left unfused.
 
@@ -99,7 +103,7 @@ def initial_scheme(
                 stops.append(_end_of_gemm_chain(kinds, start))
             if few or kinds[start].columns <= held.norm_columns:
                 stops.append(_end_of_norm(kinds, start + 1))
-            if few and start + 1 < len(kinds) and kinds[start + 1].name in ACTIVATIONS:
+            if held.activation and start + 1 < len(kinds) and kinds[start + 1].name in ACTIVATIONS:
                 stops.append(start + 2)
         elif kinds[start].name in BIASES:
             stops.append(_end_of_norm(kinds, start))
