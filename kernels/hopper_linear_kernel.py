@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .hopper_kernel import barrier_of_threads, tma_load, tma_store
 
@@ -224,7 +224,8 @@ def hopper_linear_kernel(
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
-    gdc_launch_dependents()
+    # The kernel behind is not let in before the end: programs here have unequal numbers of tiles,
+    # and its own would crowd on the multiprocessors whose work ends first.
     gl.warp_specialize(
         [
             (

@@ -2,9 +2,10 @@
 
 On Hopper and newer a kernel launched so gets its blocks onto the multiprocessors as soon as all
 blocks of the kernel before it have allowed that, which ours do when they start, or have ended
-(those of libraries and of Inductor). It then waits where it asks to: here at its first
-statement (``overlap_kernel.py``), before it reads or writes memory, so that the order of all memory
-accesses stays that of ordinary launches. What is saved is the gap between two kernels.
+(those of libraries, of Inductor and of the Hopper linear kernel, which says why). It then waits
+where it asks to: here at its first statement (``overlap_kernel.py``), before it reads or writes
+memory, so that the order of all memory accesses stays that of ordinary launches. What is saved is
+the gap between two kernels.
 
 Every block of such a kernel has to wait: else the kernel after it could pass the one before it.
 """
