@@ -30,6 +30,7 @@ from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_copy import copy_graph
 from stof_compile.improve import Outcome, improve
 from stof_compile.inductor import compile_with_inductor
+from stof_compile.inductor_workers import make_workers_ready
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Plan, PlanFile
 from stof_compile.rank_plan import Choosing, on_all_ranks, shares_choices
@@ -60,6 +61,7 @@ def stof(
     """
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
+    make_workers_ready(device_facts(facts.device), opts)
     captured = copy_graph(gm)
     if shares_choices(gm, facts, opts):
         outcome, timed = _decided_together(captured, facts, example_inputs, opts)
@@ -106,7 +108,7 @@ def _decided_here(
     opts: StofOptions,
 ) -> Decided:
     budget = Budget(opts.tune_budget_s)
-    outcome = improve(gm, facts, opts, budget)
+    outcome = improve(gm, captured, facts, opts, budget)
     return _fastest(outcome, captured, facts, inputs, opts, budget)
 
 
@@ -128,12 +130,12 @@ def _decided_together(
 
     def follow(plan: Plan) -> Decided:
         gm, here = again()
-        return improve(gm, here, opts, given=PlanFile.of([plan])), None
+        return improve(gm, captured, here, opts, given=PlanFile.of([plan])), None
 
     def otherwise() -> Decided:  # nothing that asks another rank once more
         gm, here = again()
         alone = replace(opts, fusion="off", tune_budget_s=0.0)
-        return improve(gm, here, alone), None
+        return improve(gm, captured, here, alone), None
 
     ways = Choosing(decide, lambda decided: decided[0].plan, follow, otherwise)
     decided, remark = on_all_ranks(captured, facts, opts, ways)
@@ -175,7 +177,7 @@ def _fastest(
             gm = copy_graph(captured)
             here = facts_at_call(gm, inputs, facts, constant=True)
             asked = replace(opts, fusion="off", strict=False, attention=attention)
-            forms[name] = improve(gm, here, asked, budget, choices)
+            forms[name] = improve(gm, captured, here, asked, budget, choices)
         return forms[name].gm
 
     names = ["fused", "attention only"]  # in the order in which they are tried while there is time
@@ -223,7 +225,7 @@ def _compile_again(
     """Compile the captured graph once more; not ``constant``: buffers are read at run time."""
     gm = copy_graph(captured)
     here = facts_at_call(gm, inputs, facts, constant=constant)
-    return _finished(improve(gm, here, opts), inputs, opts)
+    return _finished(improve(gm, captured, here, opts), inputs, opts)
 
 
 def _finished(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
+from stof_compile.new_tensors import remembered_result
 from stof_compile.node_ops import raw_name
 
 
@@ -91,7 +93,10 @@ def fake_result(node: Node) -> Any:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_function" and callable(node.target):
-            return node.target(*args, **kwargs)
+            call = partial(node.target, *args, **kwargs)
+            if mode is None:
+                return call()
+            return remembered_result(call, node.target, args, kwargs, mode)
     return None
 
 

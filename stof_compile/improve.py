@@ -59,6 +59,7 @@ class Outcome:
 
 def improve(
     gm: torch.fx.GraphModule,
+    captured: torch.fx.GraphModule,
     facts: CaptureFacts,
     opts: StofOptions,
     budget: Budget | None = None,
@@ -68,13 +69,14 @@ def improve(
     """Run STOF's own passes; when one fails the original graph is compiled.
 
     Args:
+        gm: the graph, changed in place. captured: another one like it, which stays as it is.
         budget: seconds left for measurements; None = all that the options give.
         choices: attention problem -> what was chosen for it in this compile.
         given: a plan to follow in place of that of the options.
     Raises:
         StofMaskError: one failed and the options have a mask, which would be lost.
     """
-    original, started = copy_graph(gm), time.monotonic()
+    started = time.monotonic()
     budget = budget or Budget(opts.tune_budget_s)
     device = device_facts(facts.device)
     settle_triton_environment(facts.device)
@@ -87,7 +89,7 @@ def improve(
             gm, (fact.example for fact in facts.inputs.values() if fact.kind == "user")
         ),
     )
-    outcome = Outcome(record, made, original)
+    outcome = Outcome(record, made, gm)
     try:
         if given is None and opts.plan is not None:
             given = PlanFile.load(opts.plan, made.environment)
@@ -98,6 +100,7 @@ def improve(
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
         fall_back(failure, opts, record)
+        outcome = replace(outcome, gm=copy_graph(captured))
     outcome.gm.recompile()
     record.graphs["rewritten"] = graph_text(outcome.gm)
     record.timings_s["stof"] = time.monotonic() - started

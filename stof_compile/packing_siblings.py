@@ -89,7 +89,9 @@ class Constants:
 
     def value(self, node: Any) -> Tensor | None:
         """The tensor, None for what is no constant or no plain strided tensor of floats."""
-        if not isinstance(node, Node) or not self._written.isdisjoint((node, storage_base(node))):
+        if not isinstance(node, Node):
+            return None
+        if self._written and not self._written.isdisjoint((node, storage_base(node))):
             return None
         held: Any = None
         if node.op == "placeholder":

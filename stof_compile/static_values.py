@@ -90,16 +90,11 @@ class StaticValues:
         if is_size(node):
             return True
         if node.op == "placeholder":
-            return node.name in self.buffers and storage_base(node) not in self._written_bases()
+            return node.name in self.buffers and not self.is_written(node)
         if node.op not in ("call_function", "call_method"):
             return False
         name = raw_name(node)
-        if (
-            not name
-            or name in RANDOM
-            or is_inplace(node)
-            or storage_base(node) in self._written_bases()
-        ):
+        if not name or name in RANDOM or is_inplace(node) or self.is_written(node):
             return False
         if name == "dropout" or name.startswith("_enter") or name.startswith("_exit"):
             return False
@@ -112,7 +107,8 @@ class StaticValues:
 
     def is_written(self, node: Node) -> bool:
         """Whether the graph writes to the memory of a value, which then has several contents."""
-        return storage_base(node) in self._written_bases()
+        written = self._written_bases()
+        return bool(written) and storage_base(node) in written
 
     def holds_at(self, node: Node, place: Node) -> bool:
         """Whether a node's operation on its inputs as they are at a later place gives its value

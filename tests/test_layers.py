@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "short_gelu",
             "expand_multihead",
             "memory",
+            "new_tensors",
             "node_ops",
             "static_values",
         }  # parts of normalize, capture
@@ -36,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"inductor", "kernel_facts", "register_limit", "dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
+        | {"inductor_workers"}
         | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan", "improve"}
     ),
     frozenset(

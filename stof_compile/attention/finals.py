@@ -67,7 +67,7 @@ def settle(
         len(finalists) < 2
         or problem.device.type != "cuda"
         or problem.training
-        or _bytes(problem) > MOST_BYTES
+        or not 0 < _bytes(problem) <= MOST_BYTES
         or budget.left < len(finalists) * EACH_S
     ):
         return ranked[0], ""
@@ -142,7 +142,7 @@ def _matrices(problem: AttentionProblem) -> list[tuple[int, int, tuple[View, ...
             stride = (length * pitch, meta.shape[3], pitch, 1)
             views.append(View(meta.shape, stride, first))
         return [(length, pitch, tuple(views))]
-    apart = []
+    apart: list[tuple[int, int, tuple[View, ...]]] = []
     for meta in metas:
         extent = 1 + sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True))
         columns = ceil(extent / (meta.shape[0] * meta.shape[2]) / 8) * 8
@@ -154,11 +154,12 @@ def _chain(problem: AttentionProblem, candidate: Candidate) -> Callable[..., Ten
     call = bind_kernel(problem, candidate.kernel, candidate.config)
 
     def run(products: tuple[Product, ...], extras: tuple[Any, ...]) -> Tensor:
-        seen = []
+        seen: list[Tensor] = []
         for x, weight, views in products:
             matrix = _product(x, weight)
             seen += [matrix.as_strided(*view) for view in views]
-        result: Tensor = call.run(*seen, *extras, call.buffers)
+        (q, k, v), (keep, bias) = seen, extras
+        result: Tensor = call.run(q, k, v, keep, bias, call.buffers)
         return result
 
     return run
@@ -170,7 +171,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
     if x.is_cuda and x.shape[0] >= OWN_ROWS:
         capability = torch.cuda.get_device_capability(x.device)
-        if ours.hopper_linear_refusal(*weight.shape, x.dtype, capability, "") is None:
+        n, k = weight.shape
+        if ours.hopper_linear_refusal(n, k, x.dtype, capability, "") is None:
             config = ours.HopperLinearConfig()
             return ours.hopper_linear_forward(x, weight, None, None, "", config)
     return torch.nn.functional.linear(x, weight)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule
@@ -21,6 +21,7 @@ from stof_compile.attention.rewrite import replace_site
 from stof_compile.attention.select import choose
 from stof_compile.attention.site import AttentionSite
 from stof_compile.attention.site_problem import (
+    BoundMasks,
     attention_problem,
     has_dynamic_lengths,
     lengths,
@@ -51,6 +52,7 @@ class LoweringContext:
     budget: Budget
     plan: Plan | None
     choices: dict[str, AttentionPlan]  # problem key -> choice of this compile
+    bound: BoundMasks = field(default_factory=BoundMasks)
 
 
 def lower_attention(
@@ -154,7 +156,7 @@ def _lower_static(
 ) -> str:
     """Choose a kernel for a site with known lengths and put it in; returns why it must stay."""
     with real_tensors(), torch.inference_mode(False):
-        spec, q_offset = static_spec(site, option, parts)
+        spec, q_offset = static_spec(site, option, parts, ctx.bound)
         problem = attention_problem(site, parts, spec, q_offset, ctx.facts)
         choice = _choice(problem, ctx, report)
         if choice.source == "only":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from stof_compile import masks
@@ -54,11 +56,41 @@ def attention_problem(
     )
 
 
+class BoundMasks:
+    """Masks of the options as the sites of one graph have them.
+
+    Equal layers share one: its key is a walk through the whole rule, and asked for again and again.
+    """
+
+    def __init__(self) -> None:
+        # with what a key names by its identity, which has to live as long
+        self._bound: dict[tuple[Any, ...], tuple[MaskSpec, MaskSpec]] = {}
+        self._joined: dict[tuple[Any, ...], tuple[MaskSpec, MaskSpec]] = {}
+
+    def bind(
+        self, option: MaskSpec, q_len: int, k_len: int, offset: int, device: torch.device
+    ) -> MaskSpec:
+        """The option at lengths, see :meth:`MaskSpec.bind`."""
+        key = (id(option), q_len, k_len, offset, device)
+        if key not in self._bound:
+            self._bound[key] = option, option.bind(q_len, k_len, offset, device)
+        return self._bound[key][1]
+
+    def join(self, own: MaskSpec, option: MaskSpec) -> MaskSpec:
+        """The model's mask and the option's."""
+        key = (own.key, repr(own), id(option))
+        if key not in self._joined:
+            self._joined[key] = option, own & option
+        return self._joined[key][1]
+
+
 def static_spec(
-    site: AttentionSite, option: MaskSpec | None, parts: MaskParts
+    site: AttentionSite, option: MaskSpec | None, parts: MaskParts, bound: BoundMasks
 ) -> tuple[MaskSpec | None, int]:
     """And the model's static mask, its causal flag and the option's mask.
 
+    Args:
+        bound: of the graph.
     Returns:
         The mask (None when every key is kept) and the position of the first query row.
     Raises:
@@ -71,12 +103,12 @@ def static_spec(
     offset = option_offset(site, q_len, k_len)
     assert offset is not None, "sites with a run-time position are kept"
     q = site.q.meta["example_value"]
-    option = option.bind(q_len, k_len, offset, q.device)
+    option = bound.bind(option, q_len, k_len, offset, q.device)
     newest = offset + q_len
     if site.offset.kind == "position" and not site.cross and newest < k_len:
         option = option & Range("k", 0, newest)  # the rest of a preallocated cache is not written
     if offset == 0:
-        return (option if own is None else own & option), 0
+        return (option if own is None else bound.join(own, option)), 0
     if own is None:
         return option, offset
     # the model's mask counts rows from 0, the option's from the offset: join them as tensors, the

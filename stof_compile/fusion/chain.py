@@ -10,8 +10,9 @@ several projections) the chain ends there. Attention is one indivisible op.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from typing import Any, Literal
 
@@ -117,7 +118,8 @@ def find_chains(
     members: dict[_Unit, list[_Unit]] = {}
     for unit in sorted(units, key=lambda u: place[u.result]):
         members.setdefault(last[unit], []).append(unit)
-    return [_chain(chain) for chain in members.values()]
+    told = cache(value_of)  # most values are told as a result and as operands
+    return [_chain(chain, told) for chain in members.values()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,12 +179,12 @@ def _meeting(unit: _Unit, unit_of: Mapping[Node, _Unit], place: Mapping[Node, in
     return unit_of[waiting[0][1]] if waiting else None
 
 
-def _chain(units: Sequence[_Unit]) -> OpChain:
+def _chain(units: Sequence[_Unit], told: Callable[[Node], Value]) -> OpChain:
     position = {unit.result: i for i, unit in enumerate(units)}
-    return OpChain(tuple(_op(unit, position) for unit in units))
+    return OpChain(tuple(_op(unit, position, told) for unit in units))
 
 
-def _op(unit: _Unit, position: Mapping[Node, int]) -> ChainOp:
+def _op(unit: _Unit, position: Mapping[Node, int], told: Callable[[Node], Value]) -> ChainOp:
     inner = {node: i for i, node in enumerate(unit.nodes)}
     operands: dict[Node, int] = {}
     for node in unit.nodes:
@@ -199,8 +201,8 @@ def _op(unit: _Unit, position: Mapping[Node, int]) -> ChainOp:
         name=unit.result.name,
         nodes=tuple(node.name for node in unit.nodes),
         kind=unit.kind,
-        value=value_of(unit.result),
-        operands=tuple(Operand(n.name, position.get(n), value_of(n)) for n in operands),
+        value=told(unit.result),
+        operands=tuple(Operand(n.name, position.get(n), told(n)) for n in operands),
         constants=texts[0] if single else json.dumps(texts),
     )
 
