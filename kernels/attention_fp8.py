@@ -1,7 +1,8 @@
 """Block-wise attention on the e4m3 operands of ``rounding.py``.
 
 The kernel is that of ``blockwise_kernel.py``. Scores are sums in fp32 of products of e4m3 numbers,
-times the scales of their heads; weights are rounded to e4m3 before the second product.
+times the scales of their heads; weights are rounded to e4m3 before the second product, and added up
+by it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .attention_blockwise import KERNELS, attention_block_forward
 from .problem import Rounded
-from .rounding import KEY_STEP
+from .rounding import KEY_STEP, ONES
 
 __all__ = ["KERNELS"]
 
@@ -37,8 +38,8 @@ def attention_fp8_forward(
     Args:
         q: e4m3 [batch, heads, q_len, head_dim].
         k: e4m3 [batch, kv_heads, k_len, head_dim].
-        v: e4m3 [batch, kv_heads, value_dim, k_len up to a multiple of KEY_STEP], zeros behind the
-            keys.
+        v: e4m3 [batch, kv_heads, value_dim + ONES, k_len up to a multiple of KEY_STEP]: zeros
+            behind the keys, ones behind the dimensions.
         scales: fp32, of q [batch, heads], of k and of v [batch, kv_heads].
         dtype: of the result.
         mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse: as for
@@ -53,12 +54,12 @@ def attention_fp8_forward(
     """
     k_len = k.shape[2]
     whole = -(-k_len // KEY_STEP) * KEY_STEP
-    if v.dim() != 4 or v.shape[3] != whole or not v.is_contiguous():
+    if v.dim() != 4 or v.shape[3] != whole or v.shape[2] <= ONES or not v.is_contiguous():
         raise ValueError(
-            f"attention kernel: v must be contiguous [batch, kv_heads, value_dim, {whole}] for "
-            f"{k_len} keys in e4m3; got {tuple(v.shape)}, strides {v.stride()}"
+            f"attention kernel: v must be contiguous [batch, kv_heads, value_dim + {ONES}, {whole}]"
+            f" for {k_len} keys in e4m3; got {tuple(v.shape)}, strides {v.stride()}"
         )
-    values = v.transpose(2, 3)[:, :, :k_len]
+    values = v.transpose(2, 3)[:, :, :k_len, :-ONES]
     rounded = Rounded(*(s.contiguous() for s in scales), dtype)
     return attention_block_forward(
         q, k, values, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse,

@@ -19,6 +19,7 @@ from .softmax import LN2, attention_scores, finish_softmax, softmax_step, starti
 
 # Weights are at most 1: times 256 they use the whole range of e4m3, from 2 ** -9 to 448.
 FP8_SHIFT: tl.constexpr = tl.constexpr(8)
+FP8_SUMS: tl.constexpr = tl.constexpr(16)  # ONES of rounding.py: as narrow as a product can be
 FP8_UNSHIFT: tl.constexpr = tl.constexpr(2.0**-8)
 
 
@@ -79,7 +80,8 @@ def _attend_tiles(
     """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask.
 
     From LOOPS 6 on the columns are computed (see ``band_tiles``) and not read. With FP8 the rows
-    of v are dimensions, ``step_v`` apart, and its keys fill the last tile.
+    of v are dimensions, ``step_v`` apart, its keys fill the last tile, and behind its dimensions
+    there are FP8_SUMS of ones; ``total`` has as many columns.
     """
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)
@@ -91,6 +93,8 @@ def _attend_tiles(
     v_off = n_idx[:, None] * step_v + dv_idx[None, :]
     if FP8:
         v_off = n_idx[:, None] + dv_idx[None, :] * step_v
+        sum_idx = VALUE_DIM + tl.arange(0, FP8_SUMS)
+        ones_off = n_idx[:, None] + sum_idx[None, :] * step_v
     col_next = begin
     if PREFETCH and LOOPS < 6:
         col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
@@ -154,8 +158,6 @@ def _attend_tiles(
         if FP8:
             p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS, FP8_SHIFT)
             p = p.to(tl.float8e4nv)
-            # the sum of what is multiplied: an average of equal values is that value
-            total = total * alpha + tl.sum(p.to(tl.float32), 1)
         else:
             p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS)
             total = total * alpha + tl.sum(p, 1)
@@ -167,6 +169,8 @@ def _attend_tiles(
             v_tile = _columns(v_tile_at + v_off, n_valid, 0, BLOCK_DV, VALUE_DIM, True)
             # tensor cores add e4m3 products in fewer bits than fp32: no longer than over a tile
             acc = tl.fma(acc, alpha[:, None], tl.dot(p, v_tile))
+            # the sum of what is multiplied: an average of equal values is that value
+            total = tl.fma(total, alpha[:, None], tl.dot(p, tl.load(v_tile_at + ones_off)))
         else:
             v_tile_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v
             v_tile = _columns(
@@ -299,6 +303,8 @@ def attention_block_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     acc_tail = total
+    if FP8:
+        total = tl.zeros([BLOCK_M, FP8_SUMS], dtype=tl.float32)
     if TAIL_DV > 0:
         acc_tail = tl.zeros([BLOCK_M, TAIL_DV], dtype=tl.float32)
 
@@ -353,7 +359,7 @@ def attention_block_kernel(
 
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----
     if FP8:
-        total = total * FP8_UNSHIFT
+        total = tl.max(total, 1) * FP8_UNSHIFT
     inverse, log_sum = finish_softmax(maximum, total, mult)
     if FP8:
         inverse = inverse * (v_factor * FP8_UNSHIFT)

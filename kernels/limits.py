@@ -140,8 +140,6 @@ def fits_registers(
 ) -> bool:
     """Whether what a program keeps between its loads stays in registers."""
     values = block_q * block_dv + 1.5 * block_q * block_k
-    if itemsize == 1:  # the product of a tile is added to the sum in fp32
-        values += block_q * block_dv
     group_products = multiplies_by_groups(capability) and block_q >= 64 and num_warps % 4 == 0
     if itemsize == 4:
         limit = _VALUES_PER_THREAD_FP32

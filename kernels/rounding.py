@@ -11,6 +11,7 @@ LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 2.0**-60
 KEY_STEP = 128  # v has zeros behind its keys up to a multiple of this, the longest tile
 DIM_STEP = 16  # q and k have zeros behind a head up to a multiple of this: 16 bytes
+ONES = 16  # dimensions of ones behind those of v, by which a kernel adds up weights
 MAX_HEAD_DIM = 128
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -47,7 +48,8 @@ def round_heads(x: Tensor, keys_last: bool) -> tuple[Tensor, Tensor]:
 
     Returns:
         values: e4m3, contiguous: [batch, heads, length, dim up to a multiple of DIM_STEP], or with
-            ``keys_last`` [batch, heads, dim, length up to a multiple of KEY_STEP]; zeros fill up.
+            ``keys_last`` [batch, heads, dim + ONES, length up to a multiple of KEY_STEP]; zeros
+            fill up.
         scale: fp32 [batch, heads]; values * scale is ``x`` with three bits behind the leading one.
     """
     wide = x.float()
@@ -59,6 +61,8 @@ def round_heads(x: Tensor, keys_last: bool) -> tuple[Tensor, Tensor]:
     scale = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
     values = torch.where(finite, wide / scale[:, :, None, None], float("nan"))
     if keys_last:
-        values = values.transpose(2, 3)
-    values = F.pad(values, (0, -values.shape[3] % (KEY_STEP if keys_last else DIM_STEP)))
+        values = F.pad(values.transpose(2, 3), (0, -x.shape[2] % KEY_STEP))
+        values = F.pad(values, (0, 0, 0, ONES), value=1.0)
+    else:
+        values = F.pad(values, (0, -x.shape[3] % DIM_STEP))
     return values.to(E4M3, memory_format=torch.contiguous_format), scale

@@ -161,8 +161,7 @@ def _lower_static(
     with real_tensors(), torch.inference_mode(False):
         spec, q_offset = static_spec(site, option, parts)
         problem = attention_problem(site, parts, spec, q_offset, ctx.facts)
-        problem = _rounded(problem, ctx.options.fp8, ctx, report)
-        choice = _choice(problem, ctx, report)
+        problem, choice = _chosen(problem, ctx.options.fp8, ctx, report)
         if choice.source == "only":
             return choice.reason
         # SDPA that is there already stays, unless it reads a mask it can do without
@@ -178,14 +177,20 @@ def _lower_static(
     return ""
 
 
-def _rounded(
-    problem: AttentionProblem, asked: bool, ctx: LoweringContext, report: SiteReport
-) -> AttentionProblem:
-    """The problem on e4m3 operands where that is asked for and can be."""
-    obstacle = fp8_obstacle(problem, ctx.options.attention) if asked else ""
-    if obstacle:
+def _chosen(
+    problem: AttentionProblem, fp8: bool, ctx: LoweringContext, report: SiteReport
+) -> tuple[AttentionProblem, AttentionPlan]:
+    """The problem and its choice; on e4m3 operands where that is asked for and can be."""
+    if fp8:
+        obstacle = fp8_obstacle(problem, ctx.options.attention)
+        if not obstacle:
+            rounded = replace(problem, fp8=True)
+            try:
+                return rounded, _choice(rounded, ctx, report)
+            except StofUnsupportedError as refusal:
+                obstacle = str(refusal)
         _without_fp8(obstacle, ctx, report)
-    return replace(problem, fp8=True) if asked and not obstacle else problem
+    return problem, _choice(problem, ctx, report)
 
 
 def _without_fp8(reason: str, ctx: LoweringContext, report: SiteReport) -> None:
@@ -264,8 +269,8 @@ def _lower_nested(
             report.padding, report.bias = nested.padding is not None, nested.bias is not None
             parts = MaskParts(padding=nested.padding, bias=nested.bias)
             problem = attention_problem(nested.site, parts, nested.spec, nested.offset, ctx.facts)
-            problem = _rounded(problem, ctx.options.fp8 or nested.fp8, ctx, report)
-            choice = _choice(problem, ctx, report)
+            fp8 = ctx.options.fp8 or nested.fp8
+            problem, choice = _chosen(problem, fp8, ctx, report)
             try:
                 call = _bound(problem, choice, ctx)
             except StofUnsupportedError as refusal:

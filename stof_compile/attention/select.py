@@ -91,7 +91,8 @@ def choose(
         plan: choices given by the user; they win over everything.
     Raises:
         StofOptionError: a kernel was forced that this device does not have.
-        StofUnsupportedError: a kernel was forced that cannot run this problem.
+        StofUnsupportedError: a kernel was forced that cannot run this problem, or none runs it in
+            fp8.
         StofPlanError: the plan has a choice that no problem on this device can have.
     """
     if plan is not None and problem.key in plan.attention:
@@ -241,6 +242,9 @@ def _choose_by_measuring(
                 continue
             results.append(Candidate(kernel, config, "predicted", reason=reason))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
+    wrong = [c.reason for c in results if c.status in ("failed", "refused")]
+    if problem.fp8 and wrong and not measured:  # SDPA is no candidate that would be left
+        raise StofUnsupportedError(f"no e4m3 candidate runs {problem.describe()}: {wrong[0]}")
     if not measured:
         return AttentionPlan(
             table_kernel,
