@@ -60,7 +60,8 @@ def attention_fp8_forward(
             f" for {k_len} keys in e4m3; got {tuple(v.shape)}, strides {v.stride()}"
         )
     values = v.transpose(2, 3)[:, :, :k_len, :-ONES]
-    rounded = Rounded(*(s.contiguous() for s in scales), dtype)
+    q_scale, k_scale, v_scale = (s.contiguous() for s in scales)
+    rounded = Rounded(q_scale, k_scale, v_scale, dtype)
     return attention_block_forward(
         q, k, values, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse,
         rounded,

@@ -316,8 +316,8 @@ def attention_block_kernel(
         scale = unit * SCALE
         mult = unit * MULT if LINEAR else unit * 0 + MULT
     else:
-        scale: tl.constexpr = SCALE
-        mult: tl.constexpr = MULT
+        scale: tl.constexpr = SCALE  # type: ignore[no-redef]
+        mult: tl.constexpr = MULT  # type: ignore[no-redef]
 
     # Two loops, part tiles then full tiles; or one over both, because on short rows a second loop
     # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with
