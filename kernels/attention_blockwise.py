@@ -153,6 +153,8 @@ def configs(
     fp8 = itemsize == 1
     block_d = max(sum(product_widths(head_dim, capability)), LEAST_SUM if fp8 else 0)
     block_dv = sum(product_widths(value_dim or head_dim, capability))
+    # lower tiles of e4m3 would multiply in fp16 where tiles of 64 rows do not
+    least = (64 if multiplies_by_groups(capability) else 16, LEAST_SUM) if fp8 else (16, 16)
     limit = shared_memory_limit(capability)
     tf32 = int(dtype == torch.float32 and tf32_allowed())
     tallest = 128 if q_len is None else next_power_of_two(q_len)
@@ -163,7 +165,7 @@ def configs(
         for block_q, block_k, warps in dict.fromkeys((*every, *_TILES_FEW_ROWS))
         if fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
         and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
-        and (block_k >= LEAST_SUM or not fp8)
+        and (block_q >= least[0] and block_k >= least[1])
     ]
     stored_dim = -(-head_dim // DIM_STEP) * DIM_STEP if fp8 else head_dim
     problem = ("block", stored_dim, itemsize, capability)
