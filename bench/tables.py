@@ -235,7 +235,7 @@ def _code(text: str) -> list[str]:
 
 
 def _worst_error(rows: Sequence[Row]) -> str:
-    errors = [number(r, "rms_rel") for r in rows if r["peer"].startswith("stof")]
+    errors = [number(r, "rms_rel") for r in rows if r["peer"] in ("stof", "stof_fn")]
     return f"{max(errors):.1e}" if errors else "-"
 
 
