@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from stof_compile import explain, masks, sparse_attention
 from stof_compile.attention.call import honest_config
-from stof_compile.masks import build_block_mask
+from stof_compile.masks import build_block_mask, cached_block_mask
 from stof_compile.ops_fp8 import attend_rounded, round_operands
 
 pytestmark = pytest.mark.gpu
@@ -78,32 +78,38 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 80, 40])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_offered_config(rule, head_dim, dtype):
+PROBLEMS = [
+    *((rule, head_dim, torch.float16) for rule in RULES for head_dim in (64, 128)),
+    ("bigbird", 80, torch.bfloat16),
+    ("longformer", 40, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("rule", "head_dim", "dtype"), PROBLEMS)
+def test_every_tile_and_loop(rule, head_dim, dtype):
     """Of a ragged length with groups, as honest as selection makes them."""
     from stof_compile.kernels.attention_blockwise import configs
 
     device, length = torch.device("cuda"), 610
     q, k, v = operands(2, 4, 2, length, length, head_dim, dtype)
-    masked = {}
+    rounded, wanted, fitting = round_operands(q, k, v), None, {}
     for kind in ({}, {"is_band": True}, {"q_len": 128, "planes": 8}):
-        offered = configs(head_dim, E4M3, torch.cuda.get_device_capability(), narrow=True, **kind)
-        for config in offered:
-            mask = build_block_mask(
+        facts = {"narrow": True, **kind}
+        for config in configs(head_dim, E4M3, torch.cuda.get_device_capability(), **facts):
+            mask = cached_block_mask(
                 RULES[rule], length, length, config[:2], batch=2, heads=4, device=device
             )
-            fitting = honest_config(mask, config, 8)
-            band = [] if mask.band is None else mask.band.as_ints()
-            if not masked:
-                masked["wanted"] = expected(q, k, v, mask.to_dense())
-            out, lse = attend_rounded(
-                *round_operands(q, k, v), *mask.tensors, None, None, head_dim**-0.5, 0.0, 0, band,
-                list(fitting), True, dtype,
-            )  # fmt: skip
-            assert out.dtype == dtype
-            close(out, lse, *masked["wanted"])
+            honest = honest_config(mask, config, 8)
+            fitting.setdefault((*honest[:3], honest[4]), (honest, mask))  # of any depth
+    for honest, mask in fitting.values():
+        wanted = wanted or expected(q, k, v, mask.to_dense())
+        band = [] if mask.band is None else mask.band.as_ints()
+        out, lse = attend_rounded(
+            *rounded, *mask.tensors, None, None, head_dim**-0.5, 0.0, 0, band, list(honest), True,
+            dtype,
+        )  # fmt: skip
+        assert out.dtype == dtype
+        close(out, lse, *wanted)
 
 
 @pytest.mark.parametrize("lengths", [(1, 300), (33, 257), (257, 33), (640, 640)], ids=str)
