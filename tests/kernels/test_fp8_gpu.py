@@ -124,7 +124,7 @@ def test_the_function(lengths, how):
         given["bias"] = torch.randn(1, 4, *lengths, device="cuda")
     if how in ("softcap", "all"):
         given["softcap"] = 3.0
-    rule = masks.causal(lower_right=True) & masks.sliding_window(100)
+    rule = masks.causal(lower_right=True) & masks.sliding_window(240)
     out, lse = sparse_attention(q, k, v, rule, **given, enable_gqa=True, return_lse=True, fp8=True)
     keep = build_block_mask(rule, *lengths, 64, device="cuda").to_dense()
     close(out, lse, *expected(q, k, v, keep, **given))
@@ -149,13 +149,13 @@ def test_in_pieces(heavy_rows):
 
 def test_long_sums_keep_their_precision():
     """Tensor cores add e4m3 products in fewer bits than fp32: not beyond a tile here."""
-    q, k, v = operands(1, 1, 1, 64, 65536, 64, torch.bfloat16)
+    q, k, v = operands(1, 1, 1, 64, 65536, 64, torch.float16)
     v = v + 2  # a truncated sum would come out too small
     out = sparse_attention(q, k, v, masks.dense(), fp8=True)
     wanted, _ = expected(q, k, v, None)
     assert ((out.double() / wanted).mean() - 1).abs() < 1e-3
     ones = sparse_attention(q, k, torch.ones_like(v), masks.dense(), fp8=True)
-    assert (ones - 1).abs().max() < 4e-3
+    assert (ones - 1).abs().max() <= 2**-10
 
 
 def test_error_against_the_operands_before_they_are_rounded():
