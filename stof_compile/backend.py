@@ -30,7 +30,6 @@ from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_copy import copy_graph
 from stof_compile.improve import Outcome, improve
 from stof_compile.inductor import compile_with_inductor
-from stof_compile.inductor_workers import make_workers_ready
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Plan, PlanFile
 from stof_compile.rank_plan import Choosing, on_all_ranks, shares_choices
@@ -61,7 +60,6 @@ def stof(
     """
     opts = StofOptions.from_compile_kwargs(mode, options)
     facts = read_capture(gm, example_inputs)
-    make_workers_ready(device_facts(facts.device), opts)
     captured = copy_graph(gm)
     if shares_choices(gm, facts, opts):
         outcome, timed = _decided_together(captured, facts, example_inputs, opts)

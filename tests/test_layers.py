@@ -37,7 +37,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"inductor", "kernel_facts", "register_limit", "dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
-        | {"inductor_workers"}
         | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan", "improve"}
     ),
     frozenset(

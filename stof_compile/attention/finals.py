@@ -1,8 +1,8 @@
-"""Finals of attention candidates: the fastest once more, behind the products that make q, k and v.
+"""Finals of attention candidates: the fastest once more, within the products of a layer.
 
 A trial reads tensors that have left the L2 cache, on a GPU at its full clock. In a model the
-products in front have just written q, k and v, and the clock has fallen under the power that these
-draw. There forms that were some per cent apart change places.
+products in front have just written q, k and v, and the clock has fallen under the power that the
+products of the layer draw. There forms that were some per cent apart change places.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from stof_compile.measure import time_in_turns
 from stof_compile.plan import Candidate
 
 FINALISTS, REACH = 4, 1.15  # how many, and how much slower than the fastest one may be
-GAIN = 0.003  # of products and attention together, for which another candidate is taken
-EACH_S = 0.3  # seconds of a finalist
+GAIN = 0.002  # of a layer's products and attention, for which another candidate is taken
+EACH_S = 0.4  # seconds of a finalist
+MLP_WIDTH = 4  # times the columns of q, as most Transformers have it
 OWN_ROWS = 512  # from which on products on Hopper are ours (templates/hopper_linear.py)
 MOST_BYTES = 1 << 30  # of one set of q, k and v: longer calls gain little from what is in the cache
 
@@ -45,8 +46,8 @@ class Product(NamedTuple):
     views: tuple[View, ...]
 
 
-Scene = tuple[tuple[Product, ...], tuple[Any, ...]]
-"""Products in order, and padding and bias or None."""
+Scene = tuple[tuple[Product, ...], tuple[Any, ...], tuple[Tensor, ...]]
+"""Products in order, padding and bias or None, and the weights of the products behind attention."""
 
 
 def settle(
@@ -83,8 +84,8 @@ def settle(
     if times[best] >= times[0] * (1 - GAIN):
         return finalists[0], ""
     told = (
-        f"behind its products it is faster than {_words(finalists[0])}, which is fastest alone: "
-        f"{times[best]:.1f} against {times[0]:.1f} us together with them"
+        f"within the products of a layer it is faster than {_words(finalists[0])}, which is "
+        f"fastest alone: {times[best]:.1f} against {times[0]:.1f} us together with them"
     )
     return finalists[best], told
 
@@ -108,18 +109,23 @@ def make_scenes(problem: AttentionProblem, generator: torch.Generator) -> list[S
     device, dtype = problem.device, problem.q.dtype
     hidden = _width(problem.q)
 
-    def drawn(*shape: int) -> Tensor:
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
-        return values.to(dtype)
+        return (values * scale).to(dtype)
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        return drawn(outputs, inputs, scale=inputs**-0.5)
 
     xs = {n: drawn(problem.batch * n, hidden) for n in (problem.q_len, problem.k_len)}
-    scenes = []
+    behind = problem.heads * problem.v.shape[3]  # columns of attention's result
+    wide = MLP_WIDTH * hidden
+    scenes: list[Scene] = []
     for _ in range(input_sets(problem)):
         products = []
         for length, columns, members in _matrices(problem):
-            weight = (drawn(columns, hidden).float() * hidden**-0.5).to(dtype)
-            products.append(Product(xs[length], weight, members))
-        scenes.append((tuple(products), random_extras(problem, generator)))
+            products.append(Product(xs[length], weight(columns, hidden), members))
+        rest = weight(hidden, behind), weight(wide, hidden), weight(hidden, wide)
+        scenes.append((tuple(products), random_extras(problem, generator), rest))
     return scenes
 
 
@@ -154,14 +160,19 @@ def _matrices(problem: AttentionProblem) -> list[tuple[int, int, tuple[View, ...
 def _chain(problem: AttentionProblem, candidate: Candidate) -> Callable[..., Tensor]:
     call = bind_kernel(problem, candidate.kernel, candidate.config)
 
-    def run(products: tuple[Product, ...], extras: tuple[Any, ...]) -> Tensor:
+    def run(
+        products: tuple[Product, ...], extras: tuple[Any, ...], rest: tuple[Tensor, ...]
+    ) -> Tensor:
         seen: list[Tensor] = []
         for x, weight, views in products:
             matrix = _product(x, weight)
             seen += [matrix.as_strided(*view) for view in views]
         (q, k, v), (keep, bias) = seen, extras
-        result: Tensor = call.run(q, k, v, keep, bias, call.buffers)
-        return result
+        out = call.run(q, k, v, keep, bias, call.buffers)
+        made: Tensor = out.transpose(1, 2).reshape(-1, rest[0].shape[1])
+        for weight in rest:
+            made = _product(made, weight)
+        return made
 
     return run
 
