@@ -51,7 +51,6 @@ def _picture(report: SiteReport, record: Record) -> str:
 
 
 def _site_record(report: SiteReport) -> SiteRecord:
-    fp8 = f"fp8 is not used: {report.no_fp8}" if report.no_fp8 else ""
     return SiteRecord(
         name=report.name,
         form=report.form,
@@ -62,5 +61,5 @@ def _site_record(report: SiteReport) -> SiteRecord:
         mask=report.mask,
         statistics=report.statistics,
         choice=report.choice,
-        notes=[note for note in (report.reason, fp8) if note],
+        notes=[report.reason] if report.reason else [],
     )

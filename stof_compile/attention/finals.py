@@ -68,7 +68,6 @@ def settle(
         len(finalists) < 2
         or problem.device.type != "cuda"
         or problem.training
-        or problem.fp8  # rounding, which a compiler joins with the products, would be timed
         or not 0 < _bytes(problem) <= MOST_BYTES
         or budget.left < len(finalists) * EACH_S
     ):

@@ -79,7 +79,6 @@ def test_a_gain_within_the_noise_changes_nothing(turns):
     [
         ([NARROW, NARROW_TOO, SLOW], {}),  # one kind within reach
         (ALL, {"training": True}),
-        (ALL, {"fp8": True}),
         (ALL, {"seconds": 1.0}),
         (ALL, {"q": TensorMeta((64, 64, 1 << 17, D), BY_HEAD, torch.float16)}),
     ],
