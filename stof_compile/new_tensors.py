@@ -63,7 +63,7 @@ def remembered_result(
         held = _made_of(result, mode, given)
         if held is not None:
             while len(_known) >= MOST:
-                _known.pop(next(iter(_known)))
+                _known.pop(next(iter(_known)), None)
             _known[key] = held
         return result
     kind, likes = held

@@ -212,7 +212,9 @@ def _choose_by_measuring(
         for kernel in KERNELS[problem.device.type]
         if kernel != "row" or _few_keys(problem)
         for config in plausible_configs(problem, kernel)
-        if kernel != "gather" or problem.device.type == "cpu" or packs_well(problem, config)
+        if kernel != "gather"
+        or problem.device.type == "cpu"
+        or (not problem.training and budget.left > 0 and packs_well(problem, config))
     ]
     # the table's choice first: what is measured before the budget ends must contain the likely
     # winner

@@ -34,7 +34,7 @@ def measure_candidate(
     recorded trial."""
     try:
         call = bind_kernel(problem, kernel, config)
-        sets = [_random_inputs(problem, generator) for _ in range(input_sets(problem))]
+        sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
         error = _gate(problem, call, sets[0])
         if error is None:
             return Candidate(
@@ -61,7 +61,7 @@ def measure_candidate(
     )
 
 
-def input_sets(problem: AttentionProblem) -> int:
+def _input_sets(problem: AttentionProblem) -> int:
     """Enough copies that a GPU's L2 (about 60 MB) cannot hold them all, four at most."""
     if problem.device.type != "cuda":
         return 1

@@ -51,7 +51,7 @@ class ChainSearch:
 
     def by_rules(self) -> ChainPlan:
         """The initial scheme as it is."""
-        scheme = self._initial()
+        scheme = self._initial(searched=False)
         return self._plan(scheme, self._rule_choices(scheme), "rules", "nothing may be measured")
 
     def forced(self, code: str) -> ChainPlan | None:
@@ -295,15 +295,16 @@ class ChainSearch:
         seed = f"{self.ctx.seed} {place} {len(space)}"
         return draw_candidates(space, wanted, seed, library=has_library)[:wanted]
 
-    def _initial(self) -> Scheme:
+    def _initial(self, searched: bool = True) -> Scheme:
         rows = 0
         for i, op in enumerate(self._at.ops):
             recipe = self._at.recipe((i, i + 1)) if op.compute_intensive else ""
             if isinstance(recipe, Recipe):
                 rows = max(rows, math.prod(recipe.steps[0].shape[:-1]))
         return initial_scheme(
-            self._at.ops, rows, lambda a, b: self._at.refusal((a, b)), limits=self.ctx.limits
-        )
+            self._at.ops, rows, lambda a, b: self._at.refusal((a, b)),
+            limits=self.ctx.limits, searched=searched,
+        )  # fmt: skip
 
     def _rule_choices(self, scheme: Scheme) -> list[Candidate | None]:
         """Templates for fused segments, what is there for single ops."""

@@ -34,9 +34,10 @@ class InitialLimits:
 
     Args:
         chain_rows, norm_columns: see :data:`CHAIN_ROWS`, :data:`NORM_COLUMNS`.
-        few_rows: most rows of which a GEMM starts in one segment with the norm behind it whatever
-            its columns (split-K sums that the norm reads); 0 = never.
-        activation: whether a GEMM starts in one segment with its activation.
+        few_rows: most rows of which a GEMM starts in one segment with its activation, or with the
+            norm behind it whatever its columns (split-K sums that the norm reads); 0 = never.
+        activation: whether a search begins with a GEMM and its activation in one segment whatever
+            the rows. What is taken unmeasured does not: the fastest template differs by dtype.
     """
 
     chain_rows: int = CHAIN_ROWS
@@ -50,9 +51,9 @@ def limits_of(capability: tuple[int, int] | None) -> InitialLimits:
 
     On Hopper two GEMMs in one kernel lost to GEMM + activation and GEMM + norm apart (BERT-base,
     128 rows, H200: 17.1 us against 14.7 us, measured in turns, 2026-11-21), which won against the
-    library (5.7 against 7.3 us, 8.6 against 11.5 us). With many rows GEMM + GELU was kept by every
-    search that came to try it (34 against 43 us apart, BERT-base, 4,096 rows); one on a slow host
-    ended before it did.
+    library (5.7 against 7.3 us, 8.6 against 11.5 us). With many rows GEMM + GELU in fp16 was kept
+    by every search of BERT-base that came to try it (template hopper_linear, 34 us against 43 us
+    apart at 4,096 rows, H200); one on a slow host ended before it did (2026-11-25).
     """
     if capability is not None and capability[0] == 9:
         return InitialLimits(chain_rows=0, few_rows=256, activation=True)
@@ -73,13 +74,14 @@ def initial_scheme(
     legality: Callable[[int, int], str | None],
     *,
     limits: InitialLimits | None = None,
+    searched: bool = True,
 ) -> Scheme:
     """Cut a chain by rule, from left to right; the first rule that fits and is legal decides.
 
     1. GEMM, ops that are no norm, GEMM: one segment while ``rows`` <= ``chain_rows``.
     2. GEMM, biases, norm: one segment while the GEMM has at most ``norm_columns`` columns, or few
        rows.
-    3. GEMM, activation: one segment where the limits say so.
+    3. GEMM, activation: one segment with few rows, or where the limits let a search begin so.
     4. Biases, norm: one segment.
     5. All else is left unfused.
 
@@ -88,6 +90,7 @@ def initial_scheme(
         rows: B*S, rows of every GEMM of the chain.
         legality: (start, stop) -> why the ops cannot be one kernel, None if they can.
         limits: of the rules; None = those of specs/01, section 8.
+        searched: whether the scheme is where a search begins, and not what is taken unmeasured.
     Raises:
         ValueError: the chain is empty.
     Source: STOF paper, initial scheme; limits from specs/01, section 8.
@@ -103,7 +106,8 @@ def initial_scheme(
                 stops.append(_end_of_gemm_chain(kinds, start))
             if few or kinds[start].columns <= held.norm_columns:
                 stops.append(_end_of_norm(kinds, start + 1))
-            if held.activation and start + 1 < len(kinds) and kinds[start + 1].name in ACTIVATIONS:
+            joined = few or (searched and held.activation)
+            if joined and start + 1 < len(kinds) and kinds[start + 1].name in ACTIVATIONS:
                 stops.append(start + 2)
         elif kinds[start].name in BIASES:
             stops.append(_end_of_norm(kinds, start))

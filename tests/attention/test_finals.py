@@ -11,9 +11,9 @@ from stof_compile.kernels.reference import attention_reference
 from stof_compile import masks
 from stof_compile.attention import finals
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
-from stof_compile.attention.trial import input_sets
 from stof_compile.budget import Budget
-from stof_compile.measure import Timing
+from stof_compile.errors import StofUnsupportedError
+from stof_compile.measure import Timing, time_in_turns
 from stof_compile.plan import Candidate
 
 B, H, S, D = 2, 3, 40, 16
@@ -45,23 +45,24 @@ ALL = [SLOW, LIMITED, NARROW_TOO, SQUARE, NARROW]
 def turns(monkeypatch):
     """Finalists get the times of a list instead of being run; returns who took part."""
     took_part, times = [], []
-    monkeypatch.setattr(finals, "make_scenes", lambda problem, generator: [((), (), ())])
+    monkeypatch.setattr(finals, "make_scenes", lambda problem, generator: [()])
     monkeypatch.setattr(finals, "_chain", lambda problem, candidate: candidate)
 
     def fake(chains, scenes, device, **kwargs):
-        took_part[:] = chains
-        return [Timing(us, us, us, 3, "fake") for us in times[: len(chains)]]
+        assert chains[0] is chains[1]  # a turn that does not count
+        took_part[:] = chains[1:]
+        return [Timing(us, us, us, 3, "fake") for us in (0.0, *times[: len(took_part)])]
 
     monkeypatch.setattr(finals, "time_in_turns", fake)
     return took_part, times
 
 
-def settle(candidates, seconds=60.0, **changes):
-    asked = problem(device="cuda", **changes)
+def settle(candidates, seconds=60.0, stride=APART, **changes):
+    asked = problem(stride, device="cuda", **changes)
     return finals.settle(asked, candidates, None, Budget(seconds, clock=lambda: 0.0))
 
 
-def test_one_of_each_kind_takes_part_and_the_fastest_behind_products_wins(turns):
+def test_one_of_each_kind_takes_part_and_the_fastest_within_a_layer_wins(turns):
     took_part, times = turns
     times[:] = [50.5, 45.1, 44.0]
     best, told = settle(ALL)
@@ -69,9 +70,13 @@ def test_one_of_each_kind_takes_part_and_the_fastest_behind_products_wins(turns)
     assert best is LIMITED and "44.0 against 50.5 us" in told and "block[64,32" in told
 
 
-def test_a_gain_within_the_noise_changes_nothing(turns):
-    turns[1][:] = [50.0, 49.95, 52.0]
+def test_a_small_gain_changes_nothing(turns):
+    turns[1][:] = [50.0, 49.9, 52.0]
     assert settle(ALL) == (NARROW, "")
+
+
+LONG = [candidate(6000.0, block_k=32), candidate(6001.0)]
+CACHE = (64 * H * D, D, H * D, 1)  # a part of longer rows
 
 
 @pytest.mark.parametrize(
@@ -79,8 +84,11 @@ def test_a_gain_within_the_noise_changes_nothing(turns):
     [
         ([NARROW, NARROW_TOO, SLOW], {}),  # one kind within reach
         (ALL, {"training": True}),
-        (ALL, {"seconds": 1.0}),
-        (ALL, {"q": TensorMeta((64, 64, 1 << 17, D), BY_HEAD, torch.float16)}),
+        (ALL, {"seconds": 2.0}),
+        (ALL, {"stride": BY_HEAD}),
+        (ALL, {"stride": CACHE}),
+        (ALL, {"k": TensorMeta((B, H, 24, D), (24 * H * D, D, H * D, 1), torch.float16)}),
+        (ALL, {"q": TensorMeta((B, H, 0, D), (0, D, H * D, 1), torch.float16)}),
     ],
 )
 def test_there_are_none(turns, candidates, changes):
@@ -88,11 +96,21 @@ def test_there_are_none(turns, candidates, changes):
     assert turns[0] == []
 
 
-def test_they_end_where_memory_does(turns, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError
+def test_none_of_long_calls_and_none_that_take_much_memory(turns):
+    assert settle(LONG) == (LONG[0], "")
+    width, length = 128 * 256, 512
+    wide = TensorMeta((1, 128, length, 256), (length * width, 256, width, 1), torch.float16)
+    assert settle(ALL, q=wide, k=wide, v=wide) == (NARROW, "")
+    assert turns[0] == []
 
-    monkeypatch.setattr(finals, "time_in_turns", full)
+
+@pytest.mark.parametrize("part", ["make_scenes", "_chain", "time_in_turns"])
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, RuntimeError, StofUnsupportedError])
+def test_the_trials_decide_where_finals_fail(turns, part, failure, monkeypatch):
+    def fails(*args, **kwargs):
+        raise failure("here")
+
+    monkeypatch.setattr(finals, part, fails)
     assert settle(ALL) == (NARROW, "")
 
 
@@ -101,10 +119,9 @@ def test_nothing_is_timed_on_a_cpu(turns):
     assert turns[0] == []
 
 
-@pytest.mark.parametrize(
-    ("stride", "products"), [(APART, 1), (PACKED, 1), (BY_HEAD, 3)], ids=["apart", "packed", "head"]
-)
-def test_products_write_what_attention_reads(stride, products, monkeypatch):
+@pytest.mark.parametrize("stride", [APART, PACKED], ids=["apart", "packed"])
+@pytest.mark.parametrize("kv_heads", [H, 1])
+def test_products_write_what_attention_reads(stride, kv_heads, monkeypatch):
     """On a CPU with the reference as the candidate: views are q, k and v of the product."""
     seen, result = [], []
 
@@ -119,32 +136,46 @@ def test_products_write_what_attention_reads(stride, products, monkeypatch):
 
     monkeypatch.setattr(finals, "bind_kernel", lambda *asked: Call)
     asked = problem(stride)
+    widths = [H * D, kv_heads * D, kv_heads * D]
+    metas = []
+    for heads, width in zip((H, kv_heads, kv_heads), widths, strict=True):
+        pitch = width if stride is APART else sum(widths)
+        metas.append(TensorMeta((B, heads, S, D), (S * pitch, D, pitch, 1), torch.float16))
+    asked = dataclasses.replace(asked, q=metas[0], k=metas[1], v=metas[2])
     scenes = finals.make_scenes(asked, torch.Generator().manual_seed(0))
-    assert len(scenes) == input_sets(asked) and len(scenes[0][0]) == products
+    assert len(scenes) == 4
+    x, weight, extras, rest = scenes[0]
+    assert extras == (None, None) and rest[1].shape == (4 * H * D, H * D)
     out = finals._chain(asked, SQUARE)(*scenes[0])
     expected = result[0].transpose(1, 2).reshape(B * S, H * D).double()
-    for weight in scenes[0][2]:
-        expected = expected @ weight.double().t()
-    assert scenes[0][2][1].shape == (4 * H * D, H * D)
+    for behind in rest:
+        expected = expected @ behind.double().t()
     assert_close(out, expected, torch.float16, scale=4.0)
-    (q, k, v), made = seen[0], [x.double() @ w.double().t() for x, w, _ in scenes[0][0]]
-    if products == 1:
-        wanted = made[0].view(B, S, 3, H, D).permute(2, 0, 3, 1, 4)
-        assert {t.stride() for t in (q, k, v)} == {PACKED}
-    else:
-        wanted = [m.flatten().as_strided((B, H, S, D), BY_HEAD) for m in made]
-    for found, expected in zip((q, k, v), wanted, strict=True):
-        assert_close(found, expected, torch.float16)
+    made = (x.double() @ weight.double().t()).view(B, S, sum(widths))
+    parts = made.split(widths, -1)
+    for found, part in zip(seen[0], parts, strict=True):
+        heads = part.shape[-1] // D
+        assert found.stride() == (S * sum(widths), D, sum(widths), 1)
+        assert_close(found, part.view(B, S, heads, D).transpose(1, 2), torch.float16)
         assert 0.5 < found.std() < 2.0  # as large as a trial's
 
 
-def test_lengths_that_differ_and_grouped_heads_have_products_of_their_own():
-    kv = TensorMeta((B, 1, 24, D), (24 * D, 24 * D, D, 1), torch.float16)
-    asked = dataclasses.replace(problem(), k=kv, v=kv)
-    ((products, extras, rest), *_) = finals.make_scenes(asked, torch.Generator().manual_seed(0))
-    assert [tuple(p.x.shape) for p in products] == [
-        (B * S, H * D),
-        (B * 24, H * D),
-        (B * 24, H * D),
-    ]
-    assert extras == (None, None) and rest[0].shape == (H * D, H * D)
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", [False, True])
+def test_finals_on_a_gpu(padding, monkeypatch):
+    """They run, with the candidates that a BERT layer of 8 x 512 has."""
+    times = []
+
+    def recorded(*args, **kwargs):
+        times.extend(time_in_turns(*args, **kwargs))
+        return times
+
+    monkeypatch.setattr(finals, "time_in_turns", recorded)
+    meta = TensorMeta((8, 12, 512, 64), (512 * 768, 64, 768, 1), torch.float16)
+    rule = masks.bigbird(22, 22, 0.1)
+    asked = AttentionProblem(
+        meta, meta, meta, rule, 0, torch.device("cuda"), 0.125, padding=padding
+    )
+    held = [NARROW, SQUARE, LIMITED]
+    best, _ = finals.settle(asked, held, torch.Generator("cuda").manual_seed(0), Budget(60.0))
+    assert best in held and len(times) == 4 and all(30 < t.median_us < 500 for t in times)

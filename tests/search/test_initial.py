@@ -106,3 +106,5 @@ def test_a_gemm_starts_with_its_activation_and_with_few_rows_with_its_norm():
     assert found.lengths == (2, 3)
     found = initial_scheme(kinds, 4096, lambda a, b: None, limits=limits_of((9, 0)))
     assert found.lengths == (2, 1, 2)
+    found = initial_scheme(kinds, 4096, lambda a, b: None, limits=limits_of((9, 0)), searched=False)
+    assert found.lengths == (1, 1, 1, 2)
