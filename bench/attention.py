@@ -138,7 +138,12 @@ def _measure(
     device = setup.device
     attend = variant.build(setup)
     compile_s = timing.first_call(attend, prepared.check_inputs, device)
-    report, problem = oracle.check(attend, prepared.check_inputs, prepared.rows, prepared.expected)
+    inputs, rows = prepared.check_inputs, prepared.rows
+    rounded = None
+    if variant.fp8:
+        rounded = oracle.rounded_answers(setup.cell, inputs, prepared.keep, rows)
+    report, problem = oracle.check(attend, inputs, rows, prepared.expected, rounded)
+    del rounded
     if problem:
         log_event(*where, "incorrect", problem)
         return None
@@ -162,7 +167,7 @@ def _measure(
         "max_rel": report.max_rel,
         "rms_rel": report.rms_rel,
         "tile_floor_share": prepared.facts["tile_floor_us"] / replay.median_us,
-        "detail": stof_choice(attend) if variant.peer == "stof" else "",
+        "detail": stof_choice(attend) if variant.peer in ("stof", "stof_fp8") else "",
     }
 
 

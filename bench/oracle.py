@@ -81,6 +81,16 @@ def answers(
     return torch.stack(found)
 
 
+def rounded_answers(
+    cell: Cell, inputs: tuple[Tensor, Tensor, Tensor], keep: Tensor | None, rows: Tensor | None
+) -> Tensor:
+    """As :func:`answers`, of q, k and v rounded to e4m3."""
+    from stof_compile.kernels.reference import rounded_to_e4m3
+
+    q, k, v = (rounded_to_e4m3(x) for x in inputs)
+    return answers(cell, (q, k, v), keep, rows)
+
+
 def pick(out: Tensor, rows: Tensor | None) -> Tensor:
     """The rows of an output ``[B, H, S, D]`` that there are answers for, ``[B * H, R, D]``."""
     if rows is None:
@@ -94,8 +104,12 @@ def check(
     inputs: tuple[Tensor, Tensor, Tensor],
     rows: Tensor | None,
     expected: Tensor,
+    rounded: Tensor | None = None,
 ) -> tuple[ErrorReport, str]:
     """Compare an attention with its answers, and see that it wrote every element of its output.
+
+    Args:
+        rounded: the answers for operands in e4m3, to which one that rounds them is held.
 
     Returns:
         The distance from ``expected``, and in words what is wrong; "" where nothing is.
@@ -105,12 +119,14 @@ def check(
     timing.poison(q.shape, q.dtype, q.device)
     out = attend(q, k, v)
     found, wrong = pick(out, rows).double(), []
-    report = check_close(found, expected, q.dtype)
+    distance = check_close(found, expected, q.dtype)
+    dtype, held = (q.dtype, expected) if rounded is None else (torch.float8_e4m3fn, rounded)
+    report = check_close(found, held, dtype)
     if not report.ok:
         wrong.append(f"max {report.max_rel:.3g} rms {report.rms_rel:.3g} against fp64")
     # the more keys a row has the smaller its average: beside the others its errors would not show
-    size = expected.square().mean(dim=-1, keepdim=True).sqrt()
-    by_row = check_close(found / size, expected / size, q.dtype)
+    size = held.square().mean(dim=-1, keepdim=True).sqrt()
+    by_row = check_close(found / size, held / size, dtype)
     if report.ok and not by_row.ok:
         largest = f"max {by_row.max_rel:.3g} rms {by_row.rms_rel:.3g}"
         wrong.append(f"{largest} against fp64, each row over its own size")
@@ -121,4 +137,4 @@ def check(
     off = (attend(q, k, torch.ones_like(v)) - 1).abs().amax().item()
     if not off <= TOLERANCE[q.dtype][0]:
         wrong.append(f"the average of ones is off by {off:.3g} somewhere")
-    return report, "; ".join(wrong)
+    return distance, "; ".join(wrong)

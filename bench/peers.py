@@ -59,11 +59,17 @@ class Setup:
 
 @dataclass(frozen=True)
 class Variant:
-    """One setting of a peer."""
+    """One setting of a peer.
+
+    Args:
+        fp8: it rounds q, k and v to e4m3, which the others do not: it runs only where it is named,
+            and is held to attention on what it rounded.
+    """
 
     peer: str
     name: str
     build: Callable[[Setup], Attend]
+    fp8: bool = False
 
 
 # -- SDPA ------------------------------------------------------------------------------------------
@@ -225,13 +231,13 @@ def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
 # -- STOF ------------------------------------------------------------------------------------------
 
 
-def _stof_option(setup: Setup) -> Attend:
+def _stof_option(setup: Setup, **options: Any) -> Attend:
     """What a user writes for existing code: plain SDPA, the mask through options."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
-    return _with_stof(attend, setup, {"mask": mask_spec(setup.cell)})
+    return _with_stof(attend, setup, {"mask": mask_spec(setup.cell), **options})
 
 
 def _stof_call(setup: Setup) -> Attend:
@@ -273,13 +279,15 @@ def default_variants(cell: Cell) -> list[Variant]:
 
 
 def chosen_variants(cell: Cell, device: torch.device, only: Iterable[str]) -> list[Variant]:
-    """The variants that ``--peers`` selects: all of a ``peer``, or one as ``peer/variant``."""
+    """The variants that ``--peers`` selects: all of a ``peer``, or one as ``peer/variant``.
+
+    Where it says nothing, all but those in fp8.
+    """
     wanted = set(only)
-    return [
-        v
-        for v in attention_variants(cell, device)
-        if not wanted or v.peer in wanted or f"{v.peer}/{v.name}" in wanted
-    ]
+    every = attention_variants(cell, device)
+    if not wanted:
+        return [v for v in every if not v.fp8]
+    return [v for v in every if v.peer in wanted or f"{v.peer}/{v.name}" in wanted]
 
 
 def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
@@ -320,4 +328,5 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
             variants += [
                 Variant("flex_split", name, partial(_flex_split, block=block, options=options))
             ]
-    return [*variants, Variant("flex_flash", "fa4", _flex_flash), *stof]
+    rounded = Variant("stof_fp8", "option", partial(_stof_option, fp8=True), fp8=True)
+    return [*variants, Variant("flex_flash", "fa4", _flex_flash), *stof, rounded]

@@ -1,6 +1,7 @@
 """Benchmarks: one command line, CSV out, a short summary last.
 
     python bench/run.py attention --grid table2 [--cells 16x2048,bigbird] [--resume] [--out FILE]
+    python bench/run.py attention --grid table2 --peers stof,stof_fp8 --out FILE
     python bench/run.py attention --grid table2 --sweep [--axes "block_q=64;num_warps=4,8"]
     python bench/run.py e2e --model bert-base [--cells 1x128,8x512,16x2048] [--resume]
     python bench/run.py e2e --model all [--peers flex-ro,stof,compile-max-autotune,stof-fusion]
@@ -52,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument(
         "--peers",
-        help="only these peers, comma-separated (attention: peer or peer/variant); passes: "
-        "pipelines; accuracy: its settings; e2e: ways (compile-ro, "
+        help="only these peers, comma-separated (attention: peer or peer/variant; stof_fp8 runs "
+        "only when named); passes: pipelines; accuracy: its settings; e2e: ways (compile-ro, "
         "stof-default, ...) or sdpa, flex, stof; compile-max-autotune, stof-attention (no fusion), "
         "stof-fusion (no sparse attention) and stof-broken-mha (attention as single operators) run "
         "only when named, the first also in three cells",

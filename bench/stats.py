@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from results import number
 
 Row = dict[str, str]
-STOF_PEERS = ("stof", "stof_fn")
+STOF_PEERS = ("stof", "stof_fn", "stof_fp8")
 EXPERT_PEERS = ("flex_expert",)
 OPPONENTS: dict[str, tuple[str, ...] | None] = {
     "best peer": None,

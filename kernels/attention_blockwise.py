@@ -26,6 +26,7 @@ from .long_rows import merge_rows, new_pieces
 from .merge_kernel import merge_rows_kernel
 from .problem import (
     AttentionProblem,
+    Rounded,
     TileMask,
     band_arguments,
     band_flags,
@@ -38,6 +39,7 @@ from .problem import (
     outer_strides,
     score_constants,
 )
+from .rounding import DIM_STEP
 
 KERNELS = (attention_block_kernel, merge_rows_kernel)
 
@@ -88,6 +90,7 @@ _TILES = (
 _TILES_WIDE = ((64, 64, 4), (64, 32, 4), (128, 64, 8))
 # Where 64 rows a program leave most of the GPU idle, smaller programs shorten the critical path.
 _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
+LEAST_SUM = 32  # so many products of e4m3 numbers are added at least
 FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
 # Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
@@ -135,7 +138,7 @@ def configs(
 
     Args:
         head_dim: of q and k.
-        dtype: of q, k and v.
+        dtype: of q, k and v; e4m3 where they are rounded.
         capability: (major, minor) of the device.
         value_dim: of v, head_dim if None.
         has_part: whether the mask has tiles that are partly kept.
@@ -147,8 +150,11 @@ def configs(
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
     """
     itemsize = dtype.itemsize
-    block_d = sum(product_widths(head_dim, capability))
+    fp8 = itemsize == 1
+    block_d = max(sum(product_widths(head_dim, capability)), LEAST_SUM if fp8 else 0)
     block_dv = sum(product_widths(value_dim or head_dim, capability))
+    # lower tiles of e4m3 would multiply in fp16 where tiles of 64 rows do not
+    least = (64 if multiplies_by_groups(capability) else 16, LEAST_SUM) if fp8 else (16, 16)
     limit = shared_memory_limit(capability)
     tf32 = int(dtype == torch.float32 and tf32_allowed())
     tallest = 128 if q_len is None else next_power_of_two(q_len)
@@ -159,8 +165,10 @@ def configs(
         for block_q, block_k, warps in dict.fromkeys((*every, *_TILES_FEW_ROWS))
         if fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
         and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
+        and (block_q >= least[0] and block_k >= least[1])
     ]
-    problem = ("block", head_dim, itemsize, capability)
+    stored_dim = -(-head_dim // DIM_STEP) * DIM_STEP if fp8 else head_dim
+    problem = ("block", stored_dim, itemsize, capability)
     fitting = without_spills(fitting, *problem) or fitting
     if max(block_d, block_dv) > 128 and itemsize < 4 and _TILES_WIDE[0] in fitting:
         every = tuple(dict.fromkeys((*_TILES_WIDE, *_TILES)))
@@ -170,7 +178,7 @@ def configs(
         rest = [tile for tile in every if tile in fitting]
         tiles = [tile for tile in rest if tile[0] <= tallest] or rest
     tiles = tiles[: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
-    if narrow and not few and itemsize == 2 and NARROW in fitting and NARROW[0] <= tallest:
+    if narrow and not few and itemsize <= 2 and NARROW in fitting and NARROW[0] <= tallest:
         tiles = list(dict.fromkeys((tiles[0], NARROW, *tiles[1:])))
     loops = _loops(has_part, has_full, is_band, capability)
     found = []
@@ -241,6 +249,7 @@ def attention_block_forward(
     band: Sequence[int],
     config: Sequence[int],
     return_lse: bool,
+    rounded: Rounded | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the block-wise kernel.
 
@@ -257,6 +266,8 @@ def attention_block_forward(
         band: [] to mask part tiles from the bitmap, else (lo, hi, global_q, global_k, cap).
         config: fields of BlockConfig.
         return_lse: also return the log-sum-exp of the masked scores.
+        rounded: q, k and v are e4m3 with these scales; the keys of v lie side by side, and zeros
+            behind them up to the end of the last tile.
 
     Returns:
         out: logical [batch, heads, q_len, value_dim] in [batch, q_len, heads, value_dim] memory.
@@ -275,23 +286,30 @@ def attention_block_forward(
     if split and (how.loops >= 6 or not how.heavy_first):
         raise ValueError("pieces of rows need tile lists (loops up to 5) and heavy_first")
     arrays = TileMask(*mask)
-    problem = check_problem(q, k, v, arrays, key_keep, bias, how.block_q, how.block_k)
+    problem = check_problem(
+        q, k, v, arrays, key_keep, bias, how.block_q, how.block_k, rounded=rounded
+    )
     if split and how.loops == 5 and max(problem.head_dim, problem.value_dim) > 64:
         how = how._replace(loops=3)  # a branch and pieces can take more registers than there are
     if how.loops == 4 and not band and arrays.bitmap.shape[0] == 0:
         how = how._replace(loops=2)  # no part tile, and no bitmap that every tile could read
-    out, lse = empty_result(q, problem.value_dim, return_lse)
+    dtype = None if rounded is None else rounded.dtype
+    out, lse = empty_result(q, problem.value_dim, return_lse, dtype)
     if out.numel() == 0:
         return out.transpose(1, 2), lse
     p = problem
     per_head = p.batch * p.heads
-    vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, p.v)]
+    values = p.v if rounded is None else p.v.transpose(2, 3)  # the last stride is 1 of all three
+    vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, values)]
+    scales = (arrays.row_ptr,) * 3 if rounded is None else rounded[:3]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
     capability = (9, 0)
     if q.is_cuda and max(p.head_dim, p.value_dim) > 128:  # else it makes no difference
         capability = torch.cuda.get_device_capability(q.device)
     block_d, tail_d = product_widths(p.head_dim, capability)
     block_dv, tail_dv = product_widths(p.value_dim, capability)
+    if rounded is not None:
+        block_d = max(block_d, LEAST_SUM)
     heavy_rows = min(how.heavy_rows, p.rows) if split else 0
     width, programs = block_dv + tail_dv, p.rows
     held = None
@@ -303,6 +321,7 @@ def attention_block_forward(
             p.q, *vec_strides[0],
             p.k, *vec_strides[1],
             p.v, *vec_strides[2],
+            *scales,
             out, lse,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.bitmap,
@@ -325,6 +344,7 @@ def attention_block_forward(
             TAIL_D=tail_d,
             TAIL_DV=tail_dv,
             SPLIT=split,
+            FP8=rounded is not None,
             GROUP=p.group,
             VEC=p.vec,
             PRECISION="tf32" if how.tf32 else "ieee",

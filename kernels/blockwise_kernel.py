@@ -12,59 +12,15 @@ with a sum of 0, for which 0 and a log-sum-exp of -inf are stored.
 import triton
 import triton.language as tl
 
+from .band_walk import band_tiles
 from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
 from .overlap_kernel import start_after_previous
 from .softmax import LN2, attention_scores, finish_softmax, softmax_step, starting_maximum
 
-
-@triton.jit
-def _band_tiles(
-    row, q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
-    HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
-):  # fmt: skip
-    """Tiles of one row of a mask that is nothing but a band, from arithmetic alone.
-
-    Returns:
-        count: tiles; leading: how many of them are columns 0, 1, ...; skip: added to the number of
-        the others; whole_from, whole_to: a tile inside [whole_from, whole_to] is kept whole, and so
-        is one that ends before ``head_to``.
-    """
-    q_first = row * BLOCK_M + q_offset
-    q_last = tl.minimum(row * BLOCK_M + BLOCK_M, q_len) - 1 + q_offset
-    from_k = q_first * 0
-    to_k = from_k + k_len
-    whole_from = from_k
-    whole_to = from_k + (k_len - 1)
-    if HAS_LO:
-        from_k = tl.maximum(q_first + band_lo, 0)
-        whole_from = q_last + band_lo
-    if HAS_HI:
-        to_k = tl.minimum(to_k, q_last + band_hi + 1)
-        whole_to = tl.minimum(whole_to, q_first + band_hi)
-    if HAS_GLOBAL_Q:
-        from_k = tl.where(q_first < global_q, 0, from_k)
-        to_k = tl.where(q_first < global_q, k_len, to_k)
-        whole_from = tl.where(q_last < global_q, 0, whole_from)
-        whole_to = tl.where(q_last < global_q, k_len - 1, whole_to)
-    if HAS_CAP:
-        to_k = tl.minimum(to_k, q_last + band_cap + 1)
-        whole_to = tl.minimum(whole_to, q_first + band_cap)
-    first = from_k // BLOCK_N
-    end = (to_k + BLOCK_N - 1) // BLOCK_N
-    end = tl.where(to_k > from_k, end, first)
-    leading = q_first * 0
-    head_to = leading
-    if HAS_GLOBAL_K:
-        head = tl.minimum(global_k, k_len)
-        head_to = leading + head
-        if HAS_CAP:
-            head = tl.minimum(head, q_last + band_cap + 1)
-            head_to = tl.minimum(head_to, q_first + band_cap + 1)
-        leading = (tl.maximum(head, 0) + BLOCK_N - 1) // BLOCK_N
-        leading = tl.where(end > first, tl.minimum(leading, first), leading)
-    return leading + end - first, leading, first - leading, whole_from, whole_to, head_to
+# Weights are at most 1: times 256 they use the whole range of e4m3, from 2 ** -9 to 448.
+FP8_SHIFT: tl.constexpr = tl.constexpr(8)
+FP8_SUMS: tl.constexpr = tl.constexpr(16)  # ONES of rounding.py: as narrow as a product can be
+FP8_UNSHIFT: tl.constexpr = tl.constexpr(2.0**-8)
 
 
 @triton.jit
@@ -112,18 +68,20 @@ def _attend_tiles(
     k_head, step_k, v_head, step_v, col_idx, bitmap_id, bitmap,
     lower, upper, head, padding_head, bias_ptrs, stride_bn, m_valid, k_len,
     leading, skip, whole_from, whole_to, head_to,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
+    scale, SOFTCAP: tl.constexpr, mult, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TAIL_D: tl.constexpr, TAIL_DV: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask.
 
-    From LOOPS 6 on the columns are computed (see ``_band_tiles``) and not read.
+    From LOOPS 6 on the columns are computed (see ``band_tiles``) and not read. With FP8 the rows
+    of v are dimensions, ``step_v`` apart, its keys fill the last tile, and behind its dimensions
+    there are FP8_SUMS of ones; ``total`` has as many columns.
     """
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)
@@ -133,6 +91,10 @@ def _attend_tiles(
     # pointers
     k_off = n_idx[:, None] * step_k + d_idx[None, :]
     v_off = n_idx[:, None] * step_v + dv_idx[None, :]
+    if FP8:
+        v_off = n_idx[:, None] + dv_idx[None, :] * step_v
+        sum_idx = VALUE_DIM + tl.arange(0, FP8_SUMS)
+        ones_off = n_idx[:, None] + sum_idx[None, :] * step_v
     col_next = begin
     if PREFETCH and LOOPS < 6:
         col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
@@ -162,7 +124,7 @@ def _attend_tiles(
             tail_at = k_tile_at + (n_idx[:, None] * step_k + tail_idx[None, :])
             k_tail = _columns(tail_at, n_valid, BLOCK_D, TAIL_D, HEAD_DIM, EVEN_K or not MASKED)
             s = tl.dot(q_tail, tl.trans(k_tail), s, input_precision=PRECISION)
-        s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
+        s = attention_scores(s, scale, SOFTCAP, LINEAR)
         if HAS_BIAS:
             s += bias_tile.to(tl.float32)
 
@@ -193,15 +155,29 @@ def _attend_tiles(
             s = tl.where((padding != 0)[None, :], s, float("-inf"))
 
         # -- online softmax ----
-        p, alpha, maximum = softmax_step(s, maximum, MULT, HAS_BIAS)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+        if FP8:
+            p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS, FP8_SHIFT)
+            p = p.to(tl.float8e4nv)
+        else:
+            p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS)
+            total = total * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
 
         # -- values ----
-        v_tile_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v
-        v_tile = _columns(v_tile_at + v_off, n_valid, 0, BLOCK_DV, VALUE_DIM, EVEN_K or not MASKED)
-        p = p.to(v_tile.dtype)
-        acc = tl.dot(p, v_tile, acc, input_precision=PRECISION)
+        if FP8:
+            v_tile_at = v_head + col.to(tl.int64) * BLOCK_N
+            v_tile = _columns(v_tile_at + v_off, n_valid, 0, BLOCK_DV, VALUE_DIM, True)
+            # tensor cores add e4m3 products in fewer bits than fp32: no longer than over a tile
+            acc = tl.fma(acc, alpha[:, None], tl.dot(p, v_tile))
+            # the sum of what is multiplied: an average of equal values is that value
+            total = tl.fma(total, alpha[:, None], tl.dot(p, tl.load(v_tile_at + ones_off)))
+        else:
+            v_tile_at = v_head + (col.to(tl.int64) * BLOCK_N) * step_v
+            v_tile = _columns(
+                v_tile_at + v_off, n_valid, 0, BLOCK_DV, VALUE_DIM, EVEN_K or not MASKED
+            )
+            p = p.to(v_tile.dtype)
+            acc = tl.dot(p, v_tile, acc, input_precision=PRECISION)
         if TAIL_DV > 0:
             tail_dv_idx = BLOCK_DV + tl.arange(0, TAIL_DV)
             tail_at = v_tile_at + (n_idx[:, None] * step_v + tail_dv_idx[None, :])
@@ -215,6 +191,7 @@ def attention_block_kernel(
     q, stride_qb, stride_qh, stride_qm,
     k, stride_kb, stride_kh, stride_kn,
     v, stride_vb, stride_vh, stride_vn,
+    q_scale, k_scale, v_scale,
     out, lse,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
@@ -234,12 +211,14 @@ def attention_block_kernel(
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
     TAIL_D: tl.constexpr = 0, TAIL_DV: tl.constexpr = 0, SPLIT: tl.constexpr = False,
+    FP8: tl.constexpr = False,
     PDL: tl.constexpr = False, REGISTERS: tl.constexpr = 0,  # REGISTERS: for the assembler
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads.
 
     With SPLIT each of the first ``heavy_rows`` of ``row_order`` is ``pieces`` programs, which
-    leave their part of the row to ``merge_rows_kernel``.
+    leave their part of the row to ``merge_rows_kernel``. With FP8 q, k and v are e4m3, v with its
+    keys side by side (``stride_vn`` is from one dimension to the next), and each head has scales.
     """
     start_after_previous(PDL)
     piece = -1
@@ -276,7 +255,7 @@ def attention_block_kernel(
     whole_to = 0
     head_to = 0
     if LOOPS >= 6:
-        stop, leading, skip, whole_from, whole_to, head_to = _band_tiles(
+        stop, leading, skip, whole_from, whole_to, head_to = band_tiles(
             row, q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
             BLOCK_M, BLOCK_N, HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
         )  # fmt: skip
@@ -324,8 +303,21 @@ def attention_block_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     acc_tail = total
+    if FP8:
+        total = tl.zeros([BLOCK_M, FP8_SUMS], dtype=tl.float32)
     if TAIL_DV > 0:
         acc_tail = tl.zeros([BLOCK_M, TAIL_DV], dtype=tl.float32)
+
+    if FP8:
+        head_number = b64 * heads + h64
+        kv_number = b64 * (heads // GROUP) + kv64
+        unit = tl.load(q_scale + head_number) * tl.load(k_scale + kv_number)
+        v_factor = tl.load(v_scale + kv_number)
+        scale = unit * SCALE
+        mult = unit * MULT if LINEAR else unit * 0 + MULT
+    else:
+        scale: tl.constexpr = SCALE  # type: ignore[no-redef]
+        mult: tl.constexpr = MULT  # type: ignore[no-redef]
 
     # Two loops, part tiles then full tiles; or one over both, because on short rows a second loop
     # drains and refills the load pipeline. LOOPS: 1 part, 2 full, 3 part then full, 4 one loop with
@@ -338,9 +330,9 @@ def attention_block_kernel(
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
-            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            scale, SOFTCAP, mult, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS,
-            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K, FP8,
         )  # fmt: skip
     if LOOPS == 2 or LOOPS == 3:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -349,9 +341,9 @@ def attention_block_kernel(
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
-            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            scale, SOFTCAP, mult, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS,
-            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K, FP8,
         )  # fmt: skip
     if LOOPS >= 4:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -360,13 +352,17 @@ def attention_block_kernel(
             col_idx, bitmap_id, bitmap, lower, upper, head,
             padding_head, bias_ptrs, stride_bn, m_valid, k_len,
             leading, skip, whole_from, whole_to, head_to,
-            SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            scale, SOFTCAP, mult, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS,
-            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K,
+            PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K, FP8,
         )  # fmt: skip
 
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----
-    inverse, log_sum = finish_softmax(maximum, total, MULT)
+    if FP8:
+        total = tl.max(total, 1) * FP8_UNSHIFT
+    inverse, log_sum = finish_softmax(maximum, total, mult)
+    if FP8:
+        inverse = inverse * (v_factor * FP8_UNSHIFT)
     out_row = (b64 * q_len + first_q) * heads + h64
     out_head = out + out_row * VALUE_DIM
     out_ptrs = out_head + (m_idx[:, None] * (heads * VALUE_DIM) + dv_idx[None, :])
@@ -380,7 +376,7 @@ def attention_block_kernel(
             tail_at = part_ptrs + (BLOCK_DV + tl.arange(0, TAIL_DV))[None, :]
             tl.store(tail_at, acc_tail * inverse[:, None], mask=split[:, None])
         stat_ptrs = partial_stats + (number * (2 * BLOCK_M) + m_idx)
-        tl.store(stat_ptrs, maximum * (MULT * LN2), mask=split)
+        tl.store(stat_ptrs, maximum * (mult * LN2), mask=split)
         tl.store(stat_ptrs + BLOCK_M, total, mask=split)
     result = (acc * inverse[:, None]).to(out.dtype.element_ty)
     if EVEN_Q and BLOCK_DV <= VALUE_DIM and not SPLIT:

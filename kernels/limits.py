@@ -32,8 +32,9 @@ _VALUES_PER_THREAD_FP32 = 36
 # What fits by the counts above and still spills a few bytes, by CUDA capability, head dim and bytes
 # of an element. Made with Triton 3.9 from what test_every_config_anywhere of
 # tests/kernels/test_compile_only.py compiles (STOF_FULL_COMPILE=1), of which a part has been run;
-# add what it lists. An entry is the beginning of a config: a tile (rows, keys, warps) where the
-# others do without it, with stages and loops where the tile is good otherwise or the last.
+# add what it lists. That of one byte (e4m3; head dims in steps of 16) is from Triton 3.6 as well.
+# An entry is the beginning of a config: a tile (rows, keys, warps) where the others do without it,
+# with stages and loops where the tile is good otherwise or the last.
 _SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...], ...]]] = {
     "block": {
         ((8, 0), 32, 2): (
@@ -59,6 +60,12 @@ _SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...],
         ),
         ((8, 9), 192, 2): ((32, 32, 4), (16, 16, 2)),
         ((8, 9), 192, 4): ((16, 16, 4, 2, 1), (16, 16, 4, 2, 6)),
+        ((8, 9), 48, 1): ((64, 64, 4, 2, 3), (16, 128, 4, 2, 3)),
+        ((8, 9), 64, 1): ((64, 32, 4, 2, 3), (16, 128, 4, 2, 3)),
+        ((8, 9), 80, 1): ((64, 64, 8), (32, 64, 4)),
+        ((8, 9), 96, 1): ((64, 64, 8), (32, 64, 4)),
+        ((8, 9), 112, 1): ((64, 64, 8), (32, 64, 4)),
+        ((8, 9), 128, 1): ((64, 64, 8), (32, 64, 4)),
         ((9, 0), 64, 4): ((64, 32, 8),),
         ((9, 0), 72, 2): ((128, 128, 8), (32, 64, 4, 2, 6)),
         ((9, 0), 80, 2): ((128, 128, 8), (32, 64, 4, 2, 6)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .memo import remember
 from .overlap import ARGUMENT, OverlappingKernel
+from .rounding import E4M3
 
 # A piece of a band is absent when its number is at least this far from zero (global counts: when
 # 0).
@@ -36,9 +37,21 @@ class TileMask(NamedTuple):
     row_order: Tensor  # int32 [planes * rows], heavy rows first in each plane
 
 
+class Rounded(NamedTuple):
+    """Scales of operands that were rounded to e4m3, and the dtype they had."""
+
+    q_scale: Tensor  # fp32 [batch, heads], contiguous
+    k_scale: Tensor  # fp32 [batch, kv_heads], contiguous
+    v_scale: Tensor  # fp32 [batch, kv_heads], contiguous
+    dtype: torch.dtype  # of the result
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Checked sizes and the operands as a kernel takes them (unit stride in the head dimension)."""
+    """Checked sizes and the operands as a kernel takes them.
+
+    The head dimension has unit stride; that of e4m3 values does not, their keys have.
+    """
 
     q: Tensor  # [batch, heads, q_len, head_dim]
     k: Tensor  # [batch, kv_heads, k_len, head_dim]
@@ -70,6 +83,7 @@ def check_problem(
     block_q: int,
     block_k: int,
     fragments: bool = False,
+    rounded: Rounded | None = None,
 ) -> AttentionProblem:
     """Check shapes, dtypes and tile sizes, with messages that say what was wrong.
 
@@ -86,6 +100,7 @@ def check_problem(
         block_q: query rows of a tile.
         block_k: keys of a tile.
         fragments: the bitmap is the mask's fragments, int32 [tiles, 128], for the Hopper kernel.
+        rounded: q, k and v are e4m3 with these scales, and the keys of v have unit stride.
 
     Raises:
         ValueError: an argument does not fit the others.
@@ -93,13 +108,17 @@ def check_problem(
     given = q, k, v
     asked: tuple[Any, ...] | None = None
     if key_keep is None and bias is None and type(q) is Tensor:  # no tensor that is only traced
-        asked = (block_q, block_k, fragments, *map(_layout, (*given, *mask)))
+        scales = () if rounded is None else rounded[:3]
+        asked = (block_q, block_k, fragments, *map(_layout, (*given, *mask, *scales)))
         known = _known.get(asked)
         if known is not None:
             return replace(known, q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require(tensor.dim() == 4, f"{name} must be [batch, heads, length, dim]", tensor.shape)
-        _require(tensor.dtype in DTYPES, f"{name} must be fp16, bf16 or fp32", tensor.dtype)
+        if rounded is None:
+            _require(tensor.dtype in DTYPES, f"{name} must be fp16, bf16 or fp32", tensor.dtype)
+        else:
+            _require(tensor.dtype == E4M3, f"{name} must be e4m3", tensor.dtype)
         _require(
             tensor.dtype == q.dtype, f"{name} must have the dtype of q ({q.dtype})", tensor.dtype
         )
@@ -118,6 +137,9 @@ def check_problem(
         f"head dimensions must be in 1..{MAX_HEAD_DIM}",
         (head_dim, value_dim),
     )
+    if rounded is not None:
+        _check_scales(rounded, q, kv_heads)
+        _require(block_k >= 32, "a tile of e4m3 operands has 32 keys or more", block_k)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         _require(
             block >= 16 and block & (block - 1) == 0, f"{name} must be a power of two >= 16", block
@@ -125,9 +147,13 @@ def check_problem(
     rows = -(-q_len // block_q)
     words = (torch.int32, 128) if fragments else (torch.int64, block_q // 8 * (block_k // 8))
     single_plane = _check_mask(mask, q, rows, block_q, words)
-    q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
+    if rounded is None:
+        q, k, v = (_with_unit_stride(t) for t in (q, k, v))
+    else:
+        q, k = _with_unit_stride(q), _with_unit_stride(k)
     lanes = 16 // q.element_size()
-    aligned = all(stride % lanes == 0 for t in (q, k, v) for stride in outer_strides(t))
+    values = v if rounded is None else v.transpose(2, 3)
+    aligned = all(stride % lanes == 0 for t in (q, k, values) for stride in outer_strides(t))
     problem = AttentionProblem(
         q=q,
         k=k,
@@ -166,7 +192,9 @@ def broadcast_strides(tensor: Tensor) -> list[int]:
     return [0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
-def empty_result(q: Tensor, value_dim: int, return_lse: bool) -> tuple[Tensor, Tensor]:
+def empty_result(
+    q: Tensor, value_dim: int, return_lse: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Allocate the memory of out, [batch, q_len, heads, value_dim], and lse (fp32 [B,H,Q], or [0]).
 
     Kernels get this memory itself, not the transposed view callers see: a write to a view costs a
@@ -174,7 +202,7 @@ def empty_result(q: Tensor, value_dim: int, return_lse: bool) -> tuple[Tensor, T
     when torch.compile makes the graph functional.
     """
     batch, heads, q_len, _ = q.shape
-    out = q.new_empty((batch, q_len, heads, value_dim))
+    out = q.new_empty((batch, q_len, heads, value_dim), dtype=dtype)
     lse_shape = (batch, heads, q_len) if return_lse else (0,)
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
@@ -265,6 +293,20 @@ def _pieces(band: Sequence[int]) -> dict[str, bool]:
         "HAS_GLOBAL_K": global_k > 0,
         "HAS_CAP": cap < FAR,
     }
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+def _check_scales(rounded: Rounded, q: Tensor, kv_heads: int) -> None:
+    for name, scale in zip(("q", "k", "v"), rounded[:3], strict=True):
+        wanted = (q.shape[0], q.shape[1] if name == "q" else kv_heads)
+        _require(
+            scale.dtype == torch.float32 and scale.shape == wanted and scale.device == q.device,
+            f"the scale of {name} must be fp32 {wanted} on {q.device}",
+            (scale.dtype, tuple(scale.shape), scale.device),
+        )
 
 
 def _check_mask(

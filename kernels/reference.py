@@ -55,6 +55,27 @@ def attention_reference(
     return (out, lse) if return_lse else out
 
 
+def rounded_to_e4m3(x: Tensor) -> Tensor:
+    """What ``fp8=True`` makes of q, k or v: each head as multiples of its scale, in fp64.
+
+    The scale of a head is 1 / 448 of its largest finite value and 2 ** -60 at least; a multiple has
+    three bits behind the leading one and is no finer than 2 ** -9. Infinities become NaN.
+
+    Args:
+        x: [batch, heads, length, dim].
+    """
+    wide = x.float()
+    finite = wide.isfinite()
+    sizes = torch.where(finite, wide.abs(), 0.0).flatten(2)
+    largest = sizes.amax(2) if sizes.shape[2] else sizes.sum(2)
+    scale = (largest / 448.0).clamp(min=2.0**-60)[:, :, None, None]
+    multiple = (wide / scale).double()  # of fp32: halves between two numbers are exact there
+    # between 2 ** n and 2 ** (n + 1) numbers are 2 ** (n - 3) apart
+    step = torch.exp2(multiple.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    rounded = (multiple / step).round() * step
+    return torch.where(finite, rounded * scale.double(), float("nan"))
+
+
 def attention_backward_reference(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -179,7 +179,8 @@ def _fastest(
         return forms[name].gm
 
     names = ["fused", "attention only"]  # in the order in which they are tried while there is time
-    if opts.attention == "auto" and not opts.strict:  # else the user's choice would be undone
+    # else the user's choice would be undone
+    if opts.attention == "auto" and not opts.strict and not opts.fp8:
         names.insert(1, AS_TORCH)
     store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))
     graphs, asked = outcome.record.graphs, outcome.record.options

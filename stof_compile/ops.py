@@ -22,6 +22,7 @@ from stof_compile.ops_block import (
     save_attention,
     with_heavy_rows,
 )
+from stof_compile.ops_fp8 import attend_rounded, refusal_on, round_operands
 
 __all__ = [
     "attention_gradient",
@@ -54,7 +55,8 @@ def attention_rule(
     the
     device, as with a preallocated cache: keys past the last position are masked, and a dense mask
         is used,
-    because a block mask would need the value on the host.
+    because a block mask would need the value on the host. ``kernel`` is one of the option
+    ``attention``, or fp8 for the block-wise one on e4m3 operands.
     """
     spec = _spec(rule, tuple(rule_tensors))
     batch, heads, q_len, _ = q.shape
@@ -67,6 +69,10 @@ def attention_rule(
             keep = keep & (torch.arange(k_len, device=q.device) <= last)
         return _attend_dense(q, k, v, keep, key_keep, bias, scale, softcap, return_lse)
 
+    if kernel == "fp8":
+        refusal = refusal_on(q.device, q.dtype, q.shape[3], v.shape[3])
+        if refusal:
+            raise StofUnsupportedError(f"sparse_attention: fp8 cannot be used: {refusal}")
     if q.is_cuda:
         plain = key_keep is None and bias is None and softcap == 0 and scale > 0
         operator, config = _device_choice(kernel, q, v.shape[3], plain)
@@ -79,9 +85,15 @@ def attention_rule(
     tile = (config[0], config[1])
     block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
     arrays = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
-    if operator is torch.ops.stof.attention_block:
+    if operator in (torch.ops.stof.attention_block, torch.ops.stof.attention_fp8):
         config = with_heavy_rows(config, block_mask, batch * heads)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
+    if operator is torch.ops.stof.attention_fp8:
+        out, lse = attend_rounded(
+            *round_operands(q, k, v), *arrays, key_keep, bias, scale, softcap, q_offset, band,
+            config, return_lse, q.dtype,
+        )  # fmt: skip
+        return out, lse
     more: list[Any] = []
     if operator is torch.ops.stof.attention_gather:
         more = [None, None, *block_mask.packed]
@@ -292,6 +304,9 @@ def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple
         "row": torch.ops.stof.attention_row,
         "gather": torch.ops.stof.attention_gather,
     }
+    if kernel == "fp8":
+        config = first_gpu_config("block", q, value_dim, False, fp8=True)
+        return torch.ops.stof.attention_fp8, list(config)
     if kernel == "auto":
         kernel = "row" if q.shape[2] == 1 else "block"
     if kernel not in operators:
@@ -302,19 +317,22 @@ def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple
     return operators[kernel], list(first_gpu_config(kernel, q, value_dim, plain))
 
 
-def first_gpu_config(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[int, ...]:
+def first_gpu_config(
+    kernel: str, q: Tensor, value_dim: int, plain: bool, *, fp8: bool = False
+) -> tuple[int, ...]:
     """The first config of "block", "row" or "gather" for a problem that was not measured.
 
     Args:
         q: [batch, heads, q_len, head_dim] on a GPU. value_dim: of v.
-        plain: no padding, no bias, no softcap, a positive scale.
+        plain: no padding, no bias, no softcap, a positive scale. fp8: q, k and v will be e4m3.
     Raises:
         StofUnsupportedError: the kernel has none for these head dims and this dtype.
     """
     from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
 
     batch, heads, q_len, head_dim = q.shape
-    problem = head_dim, q.dtype, torch.cuda.get_device_capability(q.device)
+    dtype = torch.float8_e4m3fn if fp8 else q.dtype
+    problem = head_dim, dtype, torch.cuda.get_device_capability(q.device)
     found: Sequence[tuple[int, ...]]
     if kernel == "row":
         found = attention_rowwise.configs(*problem, value_dim=value_dim)
@@ -326,7 +344,7 @@ def first_gpu_config(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tup
         )
     if not found:
         raise StofUnsupportedError(
-            f"no sparse kernel fits head dims {head_dim} and {value_dim} in {q.dtype} on this GPU"
+            f"no sparse kernel fits head dims {head_dim} and {value_dim} in {dtype} on this GPU"
         )
     return found[0]
 

@@ -297,10 +297,12 @@ def _kernels_serve(
     return backward_refusal(q, v, block_q, block_k, lse) is None
 
 
-def fake_attention(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+def fake_attention(
+    q: Tensor, v: Tensor, return_lse: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """The shapes and strides of every attention operator: (out in [B,Q,H,E] memory, lse)."""
     batch, heads, q_len = q.shape[:3]
-    out = q.new_empty((batch, q_len, heads, v.shape[3])).transpose(1, 2)
+    out = q.new_empty((batch, q_len, heads, v.shape[3]), dtype=dtype).transpose(1, 2)
     lse = q.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
     return out, lse
 

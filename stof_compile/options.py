@@ -79,6 +79,15 @@ class StofOptions:
     seed: int = field(
         default=0, metadata=_about("seed of the random tensors of timing runs and of the search")
     )
+    fp8: bool = field(
+        default=False,
+        metadata=_about(
+            "round the queries, keys and values of attention to 8 bits (e4m3, one scale for each "
+            "batch row and head) where its kernel can: NVIDIA GPUs of capability 8.9 and newer, "
+            "fp16 and bf16, no gradients; it changes results by some percent and is never chosen "
+            "by itself"
+        ),
+    )
     strict: bool = field(
         default=False, metadata=_about("raise where STOF would leave a part to PyTorch")
     )
@@ -178,6 +187,7 @@ def _check_types(options: StofOptions) -> None:
         "cache_dir": ((Path, type(None)), "a path or None"),
         "dump_dir": ((Path, type(None)), "a path or None"),
         "seed": ((int,), "an int"),
+        "fp8": ((bool,), "True or False"),
         "strict": ((bool,), "True or False"),
         "plan": ((Path, type(None)), "a path or None"),
         "inductor": ((Mapping,), "a dict"),

@@ -51,6 +51,7 @@ def _picture(report: SiteReport, record: Record) -> str:
 
 
 def _site_record(report: SiteReport) -> SiteRecord:
+    fp8 = f"fp8 is not used: {report.no_fp8}" if report.no_fp8 else ""
     return SiteRecord(
         name=report.name,
         form=report.form,
@@ -61,5 +62,5 @@ def _site_record(report: SiteReport) -> SiteRecord:
         mask=report.mask,
         statistics=report.statistics,
         choice=report.choice,
-        notes=[report.reason] if report.reason else [],
+        notes=[note for note in (report.reason, fp8) if note],
     )

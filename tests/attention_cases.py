@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from close import assert_close
-from stof_compile.kernels.reference import attention_reference
+from stof_compile.kernels.reference import attention_reference, rounded_to_e4m3
 
 from stof_compile import masks
 
@@ -75,7 +75,16 @@ def operands(case):
     )
 
 
-def check(launch, config, case):
+FP8_LSE_ERROR = 0.0607
+"""Of a log-sum-exp over weights rounded to e4m3: log(1 + 2 ** -4)."""
+
+
+def check(launch, config, case, fp8=False):
+    """Compare a launcher with fp64.
+
+    Args:
+        fp8: ``launch`` rounds q, k and v to e4m3; its result is compared with fp64 on those.
+    """
     q, k, v = operands(case)
     offset = case.k_len - case.q_len if case.q_offset is None else case.q_offset
     stored = masks.build_block_mask(
@@ -97,13 +106,17 @@ def check(launch, config, case):
     )  # fmt: skip
     assert out.transpose(1, 2).is_contiguous()
     # the lowest finite bias swallows the scores in fp32 and must do so in the reference too
+    wide = [rounded_to_e4m3(x) if fp8 else x.double() for x in (q, k, v)]
     wanted, wanted_lse = attention_reference(
-        q.double(), k.double(), v.double(), stored.to_dense(), key_keep,
+        *wide, stored.to_dense(), key_keep,
         None if bias is None else bias.double(), case.scale, case.softcap, True,
     )  # fmt: skip
-    assert_close(out, wanted, case.dtype)
+    assert_close(out, wanted, torch.float8_e4m3fn if fp8 else case.dtype)
     finite = wanted_lse.isfinite()
     assert torch.equal(lse.isfinite(), finite)
+    if fp8:
+        assert (lse[finite] - wanted_lse[finite]).abs().max() <= FP8_LSE_ERROR
+        return
     assert_close(lse[finite], wanted_lse[finite], torch.float32)
 
 

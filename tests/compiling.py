@@ -16,6 +16,9 @@ from triton.compiler import ASTSource, make_backend
 
 POINTERS = {
     "lse": "*fp32",
+    "q_scale": "*fp32",
+    "k_scale": "*fp32",
+    "v_scale": "*fp32",
     "partial": "*fp32",
     "partial_stats": "*fp32",
     "key_keep": "*i1",
@@ -38,7 +41,10 @@ POINTERS = {
     "key_tiles": "*i32",
 }
 GFX942 = "gfx942"
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+E4M3 = torch.float8_e4m3fn
+NAMES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", E4M3: "fp8e4nv",
+}  # fmt: skip
 
 
 def attention_constants(
@@ -197,6 +203,8 @@ def needs(compiled: Any, target: int | str) -> Needs:
 def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
+    if name in ("out", "bias") and dtype == NAMES[E4M3]:  # of the model's type
+        return "*fp16"
     if name in ("q", "k", "v", "out", "bias", "grad", "dq", "dk", "dv"):
         return f"*{dtype}"
     return POINTERS.get(name, "i32")
@@ -238,6 +246,8 @@ def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
         )
     values |= {"BLOCK_D": width, "TAIL_D": tail, "VALUE_DIM": value_dim or head_dim}
     values |= {"BLOCK_DV": value_width, "TAIL_DV": value_tail}
+    if dtype == E4M3:
+        values |= {"FP8": True, "VEC": 16, "BLOCK_D": max(32, width)}
     compiled = compile_kernel(
         blockwise_kernel.attention_block_kernel, target, NAMES[dtype], values,
         config.num_warps, config.num_stages, config.registers,

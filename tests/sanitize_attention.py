@@ -4,7 +4,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from sanitize_case import forms, on_gpu
+from sanitize_case import as_on_gpu, forms, on_gpu
 
 RAGGED = {"q_len": 130, "k_len": 201, "head_dim": 64, "value_dim": 64, "block": (64, 64)}
 """Three rows of four tiles, the last of them not full."""
@@ -42,6 +42,19 @@ def _gather(case, config=None):
     config = GatherConfig(*case.block, 4, 3)._replace(**(config or {}))
     packed = tuple(test_gather.stored(case).packed)
     attention_cases.check(partial(on_gpu(test_gather.launch), packed), config, case)
+
+
+def _fp8(case, config=None):
+    import attention_cases
+    import test_fp8
+    from stof_compile.kernels import attention_fp8 as module
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    case = attention_cases.Case(**{"dtype": torch.float16, **case})
+    config = BlockConfig(*case.block, 4, 2)._replace(**(config or {}))
+    name = "attention_fp8_forward"  # operands are rounded on the CPU
+    with mock.patch.object(module, name, on_gpu(getattr(module, name))), as_on_gpu():
+        attention_cases.check(test_fp8.launch, config, case, fp8=True)
 
 
 def _backward(case):
@@ -134,6 +147,15 @@ def _cases():
         "fp32": (FEATURES | single, {}),
         "low-tiles": (RAGGED | longformer | {"block": (16, 64)}, {}),
     })  # fmt: skip
+    yield from forms("fp8", "attention_fp8", _fp8, {
+        "rule": (RAGGED | causal | band, {"loops": 6}),
+        "bitmap-prefetch": (RAGGED | longformer, {"loops": 5, "prefetch": 1, "heads_fast": 1}),
+        "pieces": (RAGGED | longformer | {"batch": 2}, {"heavy_rows": 2, "pieces": 3}),
+        "features": (RAGGED | FEATURES, {}),
+        "features-of-odd-heads": (RAGGED | FEATURES | {"head_dim": 72, "value_dim": 40}, {}),
+        "full-only": (RAGGED | {"rule": "dense", "q_len": 128, "k_len": 192}, {"loops": 2}),
+        "decode": ({"q_len": 1, "heads": 4, "group": 2, "block": (16, 32), **band}, {}),
+    }, "e4m3")  # fmt: skip
     pieces = RAGGED | {"piece": (64, 64)}
     yield from forms("backward", "attention_backward", _backward, {
         "band": pieces | longformer | band,

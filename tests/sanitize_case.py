@@ -23,7 +23,8 @@ class Case:
         name: unique; words of letters and digits with hyphens between them.
         launcher: module of ``kernels/`` whose function starts the kernel.
         run: makes the operands, runs the kernel and fails where the result is wrong.
-        needs: what it runs on besides Triton: "", "gpu", "hopper" or "tilelang".
+        needs: what it runs on besides Triton: "", "gpu", "hopper", "tilelang", or "e4m3" (a GPU of
+            capability 8.9 or newer, or the interpreter).
     """
 
     name: str
@@ -36,6 +37,9 @@ def reason_to_skip(case: Case) -> str:
     """Why a case cannot run here; "" where it can."""
     if not INTERPRETED and not torch.cuda.is_available():
         return "needs a GPU, or TRITON_INTERPRET=1"
+    if case.needs == "e4m3":
+        new = INTERPRETED or torch.cuda.get_device_capability() >= (8, 9)
+        return "" if new else "needs a GPU of capability 8.9 or newer"
     if case.needs and INTERPRETED:
         return "the interpreter cannot run it"
     if case.needs == "hopper":
@@ -81,6 +85,15 @@ def on_gpu(function):
         return _back(found)
 
     return run
+
+
+def as_on_gpu():
+    """A context in which the interpreter converts numbers as a GPU does."""
+    if not INTERPRETED:
+        return nullcontext()
+    from right_e4m3 import right_e4m3
+
+    return right_e4m3()
 
 
 def check_template(template, recipe, operands, config=None, scale=2.0):

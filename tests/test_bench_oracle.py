@@ -141,3 +141,39 @@ def test_faults_that_are_seen(fault, words, few, cell):
     assert words in wrong and bool(wrong) == bool(words)
     if fault is nothing:
         assert report.ok and 0 < report.rms_rel < 1e-6
+
+
+# -- operands in e4m3 -----------------------------------------------------------------------------
+
+
+def test_rounding_operands_is_timed_only_where_it_is_named(bench_path):
+    from cases import GRIDS
+    from peers import chosen_variants
+
+    cell, gpu = GRIDS["table2"][0], torch.device("cuda")
+    assert not any(v.fp8 for v in chosen_variants(cell, gpu, []))
+    (variant,) = chosen_variants(cell, gpu, ["stof_fp8"])
+    assert (variant.peer, variant.name, variant.fp8) == ("stof_fp8", "option", True)
+
+
+def test_what_rounds_is_held_to_what_it_rounded(bench_path):
+    """Its errors are told against the operands as they came."""
+    import oracle
+    from cases import dense_mask, make_inputs, table2_cell
+    from stof_compile.kernels.reference import attention_reference, rounded_to_e4m3
+
+    cell = table2_cell(1, 128, "sliding", heads=2, head_dim=16, dtype="float32")
+    inputs = make_inputs(cell, CPU, torch.Generator().manual_seed(0))
+    keep = dense_mask(cell, CPU)
+    exact = oracle.answers(cell, inputs, keep, None)
+    rounded = oracle.rounded_answers(cell, inputs, keep, None)
+
+    def attend(q, k, v, factor=1.0):
+        operands = (rounded_to_e4m3(x) for x in (q, k, v))
+        return (attention_reference(*operands, keep) * factor).float()
+
+    report, wrong = oracle.check(attend, inputs, None, exact, rounded)
+    assert not wrong and 0.02 < report.rms_rel < 0.08
+    assert "against fp64" in oracle.check(attend, inputs, None, exact)[1]
+    spoiled = oracle.check(lambda *given: attend(*given, 1.1), inputs, None, exact, rounded)
+    assert "against fp64" in spoiled[1]

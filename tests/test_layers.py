@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan", "budget", "typed_json"}),
     frozenset(
-        {"masks", "ops", "ops_block", "ops_cpu", "launchers"}
+        {"masks", "ops", "ops_block", "ops_cpu", "ops_fp8", "launchers"}
         | {"measure", "replay", "store", "capture", "normalize"}
         | {
             "compiled_root",

@@ -77,7 +77,7 @@ def test_names_are_unique_and_can_be_asked_for(cases):
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
-    assert {case.needs for case in cases} == {"", "gpu", "hopper", "tilelang"}
+    assert {case.needs for case in cases} == {"", "gpu", "hopper", "tilelang", "e4m3"}
     assert sanitize.chosen(cases, "") == list(cases)
     found = [case.name for case in sanitize.chosen(cases, "norm-,block-band")]
     assert "block-band" in found and "norm-layer" in found and "linear-norm-plane" not in found

@@ -14,6 +14,7 @@ from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.ops_block import hopper_programs, with_heavy_rows
+from stof_compile.ops_fp8 import attend_rounded, round_operands
 
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 
@@ -30,19 +31,30 @@ DENSE_MASK_LIMIT = 2**31  # bytes; a larger bool mask is refused rather than bui
 Attend = Callable[[Any, Any, Any, Any, Any, dict[str, Any]], Any]
 
 
+def _as_given(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    return q, k, v
+
+
 @dataclass(frozen=True)
 class KernelCall:
-    """A kernel bound to a problem.
+    """A kernel bound to a problem; all of it accepts tensors or ``torch.fx.Proxy``.
 
     Args:
         buffers: tensors the call reads beside its inputs, by a name that is equal for equal
             contents.
-        run: ``run(q, k, v, key_keep, bias, buffers) -> out [B, Hq, Q, Dv]``; accepts tensors or
-            ``torch.fx.Proxy``.
+        attend: ``attend(q, k, v, key_keep, bias, buffers) -> out [B, Hq, Q, Dv]``, of operands that
+            were prepared.
+        prepare: ``prepare(q, k, v)`` gives the kernel's operands; what a compiler joins with the
+            operations before, and so is no part of a candidate's time.
     """
 
     buffers: dict[str, torch.Tensor]
-    run: Attend
+    attend: Attend
+    prepare: Callable[[Any, Any, Any], tuple[Any, Any, Any]] = _as_given
+
+    def run(self, q: Any, k: Any, v: Any, key_keep: Any, bias: Any, buffers: dict[str, Any]) -> Any:
+        """Prepare the operands and attend."""
+        return self.attend(*self.prepare(q, k, v), key_keep, bias, buffers)
 
 
 def bind_kernel(
@@ -57,8 +69,11 @@ def bind_kernel(
     Args:
         own_gradients: whether gradients may come from kernels; else from the reference formula.
     Raises:
-        StofUnsupportedError: unknown kernel name for this device.
+        StofUnsupportedError: unknown kernel name for this device, or one without an e4m3 form
+            for a problem in fp8.
     """
+    if problem.fp8 and (kernel != "block" or hopper_programs(config)):
+        raise StofUnsupportedError(f"attention kernel {kernel!r} {list(config)} has no e4m3 form")
     if kernel == "sdpa":
         return _bind_cudnn(problem) if config == CUDNN else _bind_sdpa(problem)
     if kernel in ("block", "row") or (kernel == "gather" and problem.device.type == "cuda"):
@@ -145,6 +160,15 @@ def _bind_sparse(
     packed = _pack_buffers(block_mask) if kernel == "gather" else {}
     buffers |= lists | packed
     no_lists = (None, None) if packed and not lists else ()
+
+    def run_rounded(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
+        mask = [held[name] for name in names]
+        numbers = (problem.scale, problem.softcap, problem.q_offset, band, list(config))
+        rest = (*mask, key_keep, bias, *numbers, False, problem.q.dtype)
+        return attend_rounded(q, k, v, *rest)[0]
+
+    if problem.fp8:
+        return KernelCall(buffers, run_rounded, round_operands)
 
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
         mask = [held[name] for name in names]

@@ -32,6 +32,11 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
     Raises:
         StofUnsupportedError: a softcap, which SDPA lacks, on a problem that no kernel takes.
     """
+    if problem.fp8:
+        found = plausible_configs(problem, "block")
+        if not found:
+            raise StofUnsupportedError(f"no e4m3 config fits {problem.describe()}")
+        return "block", found[0], "fp8 was asked for, which no other kernel has"
     capped = problem.softcap > 0
     if problem.spec is None and not capped:
         return "sdpa", (), "no mask: the library kernels are the best dense ones"
@@ -78,6 +83,8 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
 
     Empty when the kernel cannot run it.
     """
+    if problem.fp8 and kernel != "block":
+        return []
     if kernel == "sdpa":
         return [] if problem.softcap > 0 else [(), CUDNN] if _cudnn_serves(problem) else [()]
     if problem.device.type == "cpu" and kernel in ("flex", "gather"):
@@ -120,7 +127,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     found = []
     for config in attention_blockwise.configs(
         problem.head_dim,
-        problem.q.dtype,
+        torch.float8_e4m3fn if problem.fp8 else problem.q.dtype,
         capability,
         value_dim=value_dim,
         has_part=block_mask.has_part,
@@ -128,7 +135,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         is_band=block_mask.is_band,
         q_len=problem.q_len,
         planes=planes,
-        plain=problem.plain,
+        plain=problem.plain and not problem.fp8,
         narrow=narrow,
     ):
         tile = config.block_q, config.block_k

@@ -15,6 +15,7 @@ import stof_compile.ops
 import stof_compile.ops_cpu  # registers stof::attention_cpu
 from stof_compile import masks
 from stof_compile.attention.call import SPARSE_OPERATORS, honest_config, mask_arrays
+from stof_compile.attention.fp8 import attend_fp8, refuse_fp8
 from stof_compile.attention.operands import check_operands, check_tensor_mask
 from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
@@ -73,6 +74,7 @@ def sparse_attention(
     softcap: float = 0.0,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the keys a mask keeps: softmax(cap(scale * q k^T) + bias) v, differentiable.
 
@@ -99,6 +101,9 @@ def sparse_attention(
         softcap: c > 0 replaces a scaled score x by c * tanh(x / c).
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return the log-sum-exp of the masked scores.
+        fp8: round q, k and v to e4m3 (8 bits) with one scale for each batch row and head, and run
+            the block-wise kernel whatever the mask: on NVIDIA GPUs of capability 8.9 and newer,
+            fp16 and bf16, head dims up to 128, without gradients. Results differ by some percent.
 
     Returns:
         out [batch, heads, q_len, value_dim] in the dtype of q; 0 on rows that keep no key. With
@@ -107,14 +112,16 @@ def sparse_attention(
     Raises:
         StofError: q, k, v, key_keep or bias do not fit together.
         StofMaskError: the mask is no mask, or was made for other lengths, batch or heads.
-        StofUnsupportedError: the forced kernel does not exist on this device or cannot do what is
-            asked.
+        StofUnsupportedError: the forced kernel, or fp8, does not exist on this device or cannot do
+            what is asked.
     """
     check_operands(q, k, v, key_keep, bias, enable_gqa)
+    if fp8:
+        refuse_fp8(q, k, v, bias, None if torch.compiler.is_compiling() else current_override())
     if isinstance(mask, Tensor):
         check_tensor_mask(mask, q, k)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    dense_only = softcap <= 0 and not return_lse
+    dense_only = softcap <= 0 and not return_lse and not fp8
     if torch.compiler.is_dynamo_compiling():
         if dense_only and (mask is None or isinstance(mask, Tensor)):
             if mask is not None and mask.dim() == 3:  # of each batch row, SDPA takes it for heads
@@ -124,7 +131,7 @@ def sparse_attention(
         text = trace_rule(masks.dense() if mask is None else mask, tensors)
         # a compiled graph never waits for FlexAttention to compile: on the CPU it takes the gather
         # kernel
-        kernel = "gather" if q.device.type == "cpu" else "auto"
+        kernel = "gather" if q.device.type == "cpu" else "fp8" if fp8 else "auto"
         out, lse = torch.ops.stof.attention_rule(
             q, k, v, tensors, text, key_keep, bias, None, factor, softcap, 0, kernel, return_lse
         )
@@ -133,6 +140,9 @@ def sparse_attention(
         if mask is None and dense_only and forced in (None, "sdpa"):
             return _sdpa(q, k, v, None, key_keep, bias, factor)
         spec = masks.dense() if mask is None else as_mask_spec(mask)
+        if fp8:
+            out, lse = attend_fp8(q, k, v, spec, key_keep, bias, factor, softcap, return_lse)
+            return (out, lse) if return_lse else out
         out, lse = _attend(q, k, v, spec, key_keep, bias, factor, softcap, return_lse, forced)
     return (out, lse) if return_lse else out
 

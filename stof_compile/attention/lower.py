@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule
 
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.dynamic import lower_dynamic_site
+from stof_compile.attention.fp8 import fp8_obstacle
 from stof_compile.attention.keep import keep_site
 from stof_compile.attention.nested import add_to_rule, read_nested
 from stof_compile.attention.problem import AttentionProblem
@@ -80,6 +81,8 @@ def lower_attention(
         report.option_mask = "" if option is None else repr(option)
         _lower_site(gm, site, option, ctx, report)
         logger.info("%s: %s (%s)", site.name, report.status, report.reason)
+        if report.no_fp8:
+            logger.info("%s: fp8 is not used: %s", site.name, report.no_fp8)
         reports.append(report)
     return reports
 
@@ -115,6 +118,8 @@ def _lower_site(
             else:
                 report.status, report.static_mask = "rewritten", repr(outcome.rule)
                 report.kernel = "rule"
+                if ctx.options.fp8:
+                    _without_fp8("its lengths are symbolic", ctx, report)
             return
         obstacle = _obstacle(site, option, parts)
         if not obstacle:
@@ -158,7 +163,7 @@ def _lower_static(
     with real_tensors(), torch.inference_mode(False):
         spec, q_offset = static_spec(site, option, parts, ctx.bound)
         problem = attention_problem(site, parts, spec, q_offset, ctx.facts)
-        choice = _choice(problem, ctx, report)
+        problem, choice = _chosen(problem, ctx.options.fp8, ctx, report)
         if choice.source == "only":
             return choice.reason
         # SDPA that is there already stays, unless it reads a mask it can do without
@@ -170,8 +175,30 @@ def _lower_static(
             call = _bound(problem, choice, ctx)
         except StofUnsupportedError as refusal:
             return str(refusal)
-    _put(gm, site, call, parts, choice, report)
+    _put(gm, site, call, parts, choice, report, fp8=problem.fp8)
     return ""
+
+
+def _chosen(
+    problem: AttentionProblem, fp8: bool, ctx: LoweringContext, report: SiteReport
+) -> tuple[AttentionProblem, AttentionPlan]:
+    """The problem and its choice; on e4m3 operands where that is asked for and can be."""
+    if fp8:
+        obstacle = fp8_obstacle(problem, ctx.options.attention)
+        if not obstacle:
+            rounded = replace(problem, fp8=True)
+            try:
+                return rounded, _choice(rounded, ctx, report)
+            except StofUnsupportedError as refusal:
+                obstacle = str(refusal)
+        _without_fp8(obstacle, ctx, report)
+    return problem, _choice(problem, ctx, report)
+
+
+def _without_fp8(reason: str, ctx: LoweringContext, report: SiteReport) -> None:
+    report.no_fp8 = reason
+    if ctx.options.strict:
+        raise StofUnsupportedError(f"{report.name} is not run in fp8: {reason} (strict=True)")
 
 
 def _reads_in_vain(site: AttentionSite, parts: MaskParts, problem: AttentionProblem) -> bool:
@@ -217,10 +244,13 @@ def _put(
     parts: MaskParts,
     choice: AttentionPlan,
     report: SiteReport,
+    *,
+    fp8: bool,
 ) -> None:
     replace_site(gm, site, call, parts.padding, parts.bias)
     report.status, report.kernel = "rewritten", choice.kernel
-    report.reason = f"{choice.kernel} {list(choice.config)}: {choice.reason}"
+    how = f"{choice.kernel} {list(choice.config)}{' in fp8' if fp8 else ''}"
+    report.reason = f"{how}: {choice.reason}"
 
 
 def _lower_nested(
@@ -241,13 +271,14 @@ def _lower_nested(
             report.padding, report.bias = nested.padding is not None, nested.bias is not None
             parts = MaskParts(padding=nested.padding, bias=nested.bias)
             problem = attention_problem(nested.site, parts, nested.spec, nested.offset, ctx.facts)
-            choice = _choice(problem, ctx, report)
+            fp8 = ctx.options.fp8 or nested.fp8
+            problem, choice = _chosen(problem, fp8, ctx, report)
             try:
                 call = _bound(problem, choice, ctx)
             except StofUnsupportedError as refusal:
                 nested = str(refusal)
     if not isinstance(nested, str):
-        _put(gm, nested.site, call, parts, choice, report)
+        _put(gm, nested.site, call, parts, choice, report, fp8=problem.fp8)
         return
     report.reason = f"sparse_attention in the graph is kept: {nested}"
     if option is not None:

@@ -31,6 +31,7 @@ class Nested:
         site: the site with the call's scale and softcap.
         spec: its mask and the option's. offset: position of the first query row.
         padding: bool node [B, K]; bias: float node [B|1, H|1, Q|1, K].
+        fp8: the call asks for e4m3 operands.
     """
 
     site: AttentionSite
@@ -38,6 +39,7 @@ class Nested:
     offset: int
     padding: Node | None
     bias: Node | None
+    fp8: bool = False
 
 
 def read_nested(site: AttentionSite, option: MaskSpec | None, facts: CaptureFacts) -> Nested | str:
@@ -70,7 +72,7 @@ def read_nested(site: AttentionSite, option: MaskSpec | None, facts: CaptureFact
         spec = spec & option
     spec = spec.bind(q_len, k_len, offset, site.q.meta["example_value"].device)
     known = replace(site, scale=float(given["scale"]), softcap=float(given["softcap"]))
-    return Nested(known, spec, offset, padding, bias)
+    return Nested(known, spec, offset, padding, bias, given["kernel"] == "fp8")
 
 
 def add_to_rule(gm: GraphModule, site: AttentionSite, option: MaskSpec) -> str:

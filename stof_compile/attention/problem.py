@@ -69,6 +69,7 @@ class AttentionProblem:
         training: gradients are wanted, so forward and backward are timed together.
         bias_grad: that of the bias too.
         allow_tf32: fp32 products may use TF32.
+        fp8: q, k and v are rounded to e4m3 first; their dtype here is the one they have before.
     """
 
     q: TensorMeta
@@ -84,6 +85,7 @@ class AttentionProblem:
     training: bool = False
     bias_grad: bool = False
     allow_tf32: bool = False
+    fp8: bool = False
 
     @property
     def batch(self) -> int:
@@ -173,6 +175,8 @@ class AttentionProblem:
             "unmasked": self.spec is None,
             "mask": self.statistics,
         }
+        if self.fp8:  # no entry otherwise, as before it was there
+            body["fp8"] = True
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:24]
 
     def describe(self) -> str:
@@ -181,5 +185,6 @@ class AttentionProblem:
         group = f" (kv heads {self.k.shape[1]})" if self.k.shape[1] != self.heads else ""
         return (
             f"B={self.batch} H={self.heads}{group} Q={self.q_len} K={self.k_len} D={self.head_dim} "
-            f"{str(self.q.dtype).removeprefix('torch.')} density={density:.4f}"
+            f"{str(self.q.dtype).removeprefix('torch.')}{' as fp8' if self.fp8 else ''} "
+            f"density={density:.4f}"
         )

@@ -27,6 +27,7 @@ from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofPlanError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.spec import MaskSpec
+from stof_compile.ops_block import hopper_programs
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Candidate, Plan
 from stof_compile.store import Store
@@ -90,12 +91,13 @@ def choose(
         plan: choices given by the user; they win over everything.
     Raises:
         StofOptionError: a kernel was forced that this device does not have.
-        StofUnsupportedError: a kernel was forced that cannot run this problem.
+        StofUnsupportedError: a kernel was forced that cannot run this problem, or none runs it in
+            fp8.
         StofPlanError: the plan has a choice that no problem on this device can have.
     """
     if plan is not None and problem.key in plan.attention:
         given = plan.attention[problem.key]
-        wrong = _impossible(given, problem.device.type)
+        wrong = _impossible(given, problem.device.type, problem.fp8)
         if wrong:
             raise StofPlanError(
                 f"the plan's choice for {problem.describe()} cannot be followed: {wrong}; "
@@ -123,7 +125,7 @@ def choose(
         except (KeyError, TypeError, AttributeError) as error:
             logger.warning("a stored choice cannot be read (%r) and is measured anew", error)
             return None
-        wrong = _impossible(found, device)
+        wrong = _impossible(found, device, problem.fp8)
         if wrong:
             logger.warning("a stored choice cannot be followed (%s) and is measured anew", wrong)
             return None
@@ -146,9 +148,11 @@ def choose(
     )
 
 
-def _impossible(choice: AttentionPlan, device: str) -> str:
+def _impossible(choice: AttentionPlan, device: str, fp8: bool = False) -> str:
     """Why no problem on a device has such a choice, empty when one may."""
     kernels, config = KERNELS.get(device, ("sdpa",)), choice.config
+    if fp8 and (choice.kernel != "block" or hopper_programs(config)):
+        return f"{choice.kernel!r} with config {list(config)} has no e4m3 form"
     if choice.kernel not in kernels:
         return f"kernel {choice.kernel!r} is none of {device}: {', '.join(kernels)}"
     if choice.kernel == "sdpa":
@@ -238,6 +242,9 @@ def _choose_by_measuring(
                 continue
             results.append(Candidate(kernel, config, "predicted", reason=reason))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
+    wrong = [c.reason for c in results if c.status in ("failed", "refused")]
+    if problem.fp8 and wrong and not measured:  # SDPA is no candidate that would be left
+        raise StofUnsupportedError(f"no e4m3 candidate runs {problem.describe()}: {wrong[0]}")
     if not measured:
         return AttentionPlan(
             table_kernel,

@@ -27,6 +27,7 @@ class SiteReport:
         statistics: of the block mask. choice: the decision with its candidates; key: of its
             problem.
         tiles: picture of the static mask (``masks.tile_map``), empty where there is none.
+        no_fp8: why fp8, which was asked for, is not used; empty where it is, or was not asked for.
         folded: buffers of the model whose present contents went into the static mask.
     """
 
@@ -47,6 +48,7 @@ class SiteReport:
     key: str = ""
     tiles: dict[str, Any] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
+    no_fp8: str = ""
 
     @property
     def mask(self) -> str:

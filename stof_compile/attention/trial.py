@@ -48,7 +48,7 @@ def measure_candidate(
         if ours and not _gradients_agree(problem, call, sets[0], generator):
             reason = "gradients differ from the fp64 reference"
             return Candidate(kernel, config, "failed", reason=reason)
-        timing = time_callable(_timed(problem, call), sets, problem.device)
+        timing = time_callable(_timed(problem, call), _prepared(call, sets), problem.device)
     except StofUnsupportedError as refusal:
         return Candidate(kernel, config, "refused", reason=str(refusal))
     except Exception as failure:  # a failed candidate is a recorded trial (architecture.md)
@@ -88,13 +88,19 @@ def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tup
     return q, k, v, keep, bias
 
 
+def _prepared(call: KernelCall, sets: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Sets of inputs with the operands that the kernel itself takes."""
+    with torch.no_grad():
+        return [(*call.prepare(*inputs[:3]), *inputs[3:]) for inputs in sets]
+
+
 def _timed(problem: AttentionProblem, call: KernelCall) -> Callable[..., Any]:
     if not problem.training:
 
         def forward(*inputs: Any) -> Any:
             with torch.no_grad():
                 q, k, v, key_keep, bias = inputs
-                return call.run(q, k, v, key_keep, bias, call.buffers)
+                return call.attend(q, k, v, key_keep, bias, call.buffers)
 
         return forward
 
@@ -115,9 +121,11 @@ def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) 
 
     Rows are sampled so that the check costs O(rows x K) at any length.
     """
-    from stof_compile.kernels.reference import attention_reference
+    from stof_compile.kernels.reference import attention_reference, rounded_to_e4m3
 
     q, k, v, key_keep, bias = inputs
+    exact = rounded_to_e4m3 if problem.fp8 else torch.Tensor.double  # of whole heads
+    dtype = torch.float8_e4m3fn if problem.fp8 else problem.q.dtype
     reference: torch.Tensor
     with torch.no_grad():
         # the second launch goes past Triton, the third past all checks: bound_launch.py
@@ -142,16 +150,16 @@ def _gate(problem: AttentionProblem, call: KernelCall, inputs: tuple[Any, ...]) 
             whole = bias.expand(problem.batch, problem.heads, problem.q_len, problem.k_len)
             row_bias = whole[b : b + 1, h : h + 1, rows].double()
         reference = attention_reference(  # type: ignore[assignment]
-            q[b : b + 1, h : h + 1, rows].double(),
-            k[b : b + 1, h // group : h // group + 1].double(),
-            v[b : b + 1, h // group : h // group + 1].double(),
+            exact(q[b : b + 1, h : h + 1])[:, :, rows],
+            exact(k[b : b + 1, h // group : h // group + 1]),
+            exact(v[b : b + 1, h // group : h // group + 1]),
             keep=keep,
             key_keep=None if key_keep is None else key_keep[b : b + 1],
             bias=row_bias,
             scale=problem.scale,
             softcap=problem.softcap,
         )
-        report = check_close(out[b : b + 1, h : h + 1, rows], reference, problem.q.dtype)
+        report = check_close(out[b : b + 1, h : h + 1, rows], reference, dtype)
         if not report.ok:
             return None
         worst = max(worst, report.max_rel)
@@ -245,7 +253,7 @@ def compile_together(
         try:
             call = calls[candidate]
             with torch.cuda.device(problem.device):
-                _timed(problem, call)(*inputs)
+                _timed(problem, call)(*_prepared(call, [inputs])[0])
         except Exception as failure:  # told where it is measured
             logger.debug("attention candidate %s failed in a thread: %r", candidate, failure)
 

@@ -32,13 +32,13 @@ def agrees(held, spoil=None):
     kernel, config = ("gather", (32, 32)) if held.spec is not None else ("sdpa", ())
     call = bind_kernel(held, kernel, config)
     if spoil is not None:
-        run = call.run
+        attend = call.attend
 
         def spoiled(*given):
             tensors = [Spoiled.apply(t) if i == spoil else t for i, t in enumerate(given[:3])]
-            return run(*tensors, *given[3:])
+            return attend(*tensors, *given[3:])
 
-        call = replace(call, run=spoiled)
+        call = replace(call, attend=spoiled)
     generator = torch.Generator().manual_seed(0)
     inputs = trial._random_inputs(held, generator)
     return trial._gradients_agree(held, call, inputs, generator)

@@ -128,7 +128,7 @@ def test_configs_known_to_spill_are_not_offered(kernel):
     from stof_compile.kernels import attention_blockwise, attention_rowwise, limits
 
     module = {"block": attention_blockwise, "row": attention_rowwise}[kernel]
-    dtypes = {2: torch.float16, 4: torch.float32}
+    dtypes = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32}
     for (capability, head_dim, itemsize), spilling in limits._SPILLS[kernel].items():
         offered = module.configs(head_dim, dtypes[itemsize], capability)
         assert offered

@@ -241,8 +241,12 @@ def test_every_config_anywhere(target, head_dim):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["block", "block of two products", "block in pieces", "merging", "row", "gather"]
-)
+    "kernel",
+    [
+        "block", "block of two products", "block in pieces", "block of e4m3", "merging", "row",
+        "gather",
+    ],
+)  # fmt: skip
 def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
     """A tensor taken for written would be cloned at every call of a compiled graph."""
     import triton
@@ -269,6 +273,7 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
         values = attention_constants(64, 64, 64, SINGLE_PLANE=False, RETURN_LSE=True) | {
             "EVEN_Q": False, "EVEN_K": False, "HEAVY_FIRST": True, "LOOPS": 4, "PREFETCH": True,
             "TAIL_D": tail, "TAIL_DV": tail, "SPLIT": kernel == "block in pieces",
+            "FP8": kernel == "block of e4m3",
         }  # fmt: skip
     else:
         function = attention_rowwise._attention_row_kernel
@@ -277,12 +282,16 @@ def test_torch_sees_that_only_the_results_are_written(kernel, monkeypatch):
     kinds = {"key_keep": torch.bool, "bitmap": torch.int64, "pack_bitmap": torch.int64}
     kinds["pack_columns"] = torch.int32
     kinds |= dict.fromkeys(("lse", "partial", "partial_stats"), torch.float32)
+    kinds |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), torch.float32)
+    operands = torch.float8_e4m3fn if kernel == "block of e4m3" else HALF
     with torch._subclasses.FakeTensorMode():
         arguments = {}
         for name in function.arg_names:
             if name in values:
                 arguments[name] = values[name]
-            elif name in ("q", "k", "v", "out", "bias"):
+            elif name in ("q", "k", "v"):
+                arguments[name] = torch.empty(4, 4, dtype=operands)
+            elif name in ("out", "bias"):
                 arguments[name] = torch.empty(4, 4, dtype=HALF)
             elif name in kinds:
                 arguments[name] = torch.empty(4, dtype=kinds[name])
