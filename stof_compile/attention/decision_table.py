@@ -21,6 +21,9 @@ TILE, NARROW_TILE = (64, 64), (64, 32)
 # most the first, tiles of more rows where theirs have at most the second. Half a tile takes two
 # thirds of TILE's instructions, which 0.75 would make up for; more programs fit a multiprocessor.
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
+PACKED_SHARE = 0.75
+"""The same of the packed tiles of a gathering kernel, whose tiles take longer: the column numbers
+come first. It decides what is timed, not what is taken."""
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -66,6 +69,19 @@ def _tile_area(problem: AttentionProblem, tile: tuple[int, int]) -> int:
     """Scores in the kept tiles of a size: what a block-wise kernel computes of one head."""
     mask = problem.block_mask(tile)
     return mask.col_idx.numel() // max(1, mask.planes) * tile[0] * tile[1]
+
+
+def packs_well(problem: AttentionProblem, config: tuple[int, ...]) -> bool:
+    """Whether a GPU's gathering kernel is worth timing: where the packed columns hold much less
+    than the tiles of a block-wise kernel do."""
+    most = PACKED_SHARE * _tile_area(problem, TILE)
+    whole = problem.block_mask(TILE)
+    kept = whole.density * problem.q_len * problem.k_len
+    if kept > most or whole.is_band or not whole.has_part:  # columns are side by side already
+        return False
+    mask = problem.block_mask((config[0], config[1]))
+    area = mask.block_q * mask.block_k
+    return mask.packed_tiles // max(1, mask.planes) * area <= most
 
 
 def _tile_density(problem: AttentionProblem) -> float:
@@ -176,3 +192,13 @@ def _cpu(problem: AttentionProblem) -> tuple[CpuKernel, ...]:
         has_bias=problem.bias is not None,
         return_lse=False,
     )
+
+
+def family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
+    """What decides most of a candidate's time: the kernel and its tile sizes."""
+    if kernel != "block":
+        return (kernel, *config[:2])
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    how = BlockConfig(*config)
+    return (kernel, how.block_q, how.block_k, bool(how.hopper))

@@ -19,7 +19,13 @@ import torch
 
 from stof_compile.attention.agree import agree
 from stof_compile.attention.call import CUDNN
-from stof_compile.attention.decision_table import decide, plausible_configs
+from stof_compile.attention.decision_table import (
+    decide,
+    family,
+    packs_well,
+    plausible_configs,
+)
+from stof_compile.attention.finals import settle
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.trial import compile_together, measure_candidate
 from stof_compile.budget import Budget
@@ -36,8 +42,6 @@ logger = logging.getLogger("stof_compile")
 
 TAU = 1.2  # Equation 1 of the paper
 KERNELS = {"cuda": ("block", "gather", "row", "sdpa"), "cpu": ("gather", "flex", "sdpa")}
-BY_NAME_ONLY = {"cuda": ("gather",)}
-"""Kernels that ``auto`` leaves out: this one was interpreted and compiled, not run on a GPU."""
 PAPER_KERNELS = {
     "cuda": {"row": "row", "block": "block"},
     "cpu": {"row": "gather", "block": "flex"},
@@ -210,9 +214,11 @@ def _choose_by_measuring(
     candidates = [
         (kernel, config)
         for kernel in KERNELS[problem.device.type]
-        if (kernel != "row" or _few_keys(problem))
-        and kernel not in BY_NAME_ONLY.get(problem.device.type, ())
+        if kernel != "row" or _few_keys(problem)
         for config in plausible_configs(problem, kernel)
+        if kernel != "gather"
+        or problem.device.type == "cpu"
+        or (not problem.training and budget.left > 0 and packs_well(problem, config))
     ]
     # the table's choice first: what is measured before the budget ends must contain the likely
     # winner
@@ -237,8 +243,8 @@ def _choose_by_measuring(
                 found = measure_candidate(problem, kernel, config, generator)
                 results.append(found)
                 if found.median_us is not None:
-                    family = _family(kernel, config)
-                    best_us[family] = min(found.median_us, best_us.get(family, math.inf))
+                    of = family(kernel, config)
+                    best_us[of] = min(found.median_us, best_us.get(of, math.inf))
                 continue
             results.append(Candidate(kernel, config, "predicted", reason=reason))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
@@ -253,7 +259,7 @@ def _choose_by_measuring(
             f"nothing could be measured; {table_reason}",
             tuple(results),
         )
-    best = min(measured, key=lambda c: c.median_us or math.inf)
+    best, told = settle(problem, measured, generator, budget)
     runner_up = min(
         (c for c in measured if c.kernel != best.kernel),
         key=lambda c: c.median_us or math.inf,
@@ -268,7 +274,9 @@ def _choose_by_measuring(
         best.kernel,
         best.config,
         "measured",
-        f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}",
+        f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}"
+        if not told
+        else f"{best.median_us:.1f} us alone; {told}",
         tuple(results),
     )
     if store is not None and complete:
@@ -276,19 +284,9 @@ def _choose_by_measuring(
     return plan
 
 
-def _family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
-    """What decides most of a candidate's time: the kernel and its tile sizes."""
-    if kernel != "block":
-        return (kernel, *config[:2])
-    from stof_compile.kernels.attention_blockwise import BlockConfig
-
-    how = BlockConfig(*config)
-    return (kernel, how.block_q, how.block_k, bool(how.hopper))
-
-
 def _ratio(best_us: dict[tuple[object, ...], float], kernel: str, config: tuple[int, ...]) -> float:
     """How many times slower a candidate's family is than the best; 0 while nothing is known."""
-    known = best_us.get(_family(kernel, config))
+    known = best_us.get(family(kernel, config))
     return 0.0 if known is None else known / min(best_us.values())
 
 
@@ -298,7 +296,7 @@ def _first_of_families(
     """The first candidate of each family."""
     firsts: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
     for candidate in candidates:
-        firsts.setdefault(_family(*candidate), candidate)
+        firsts.setdefault(family(*candidate), candidate)
     return list(firsts.values())
 
 

@@ -14,10 +14,10 @@ from close import assert_close
 from stof_compile import masks
 from stof_compile.attention import select
 from stof_compile.attention.call import _bind_sparse
+from stof_compile.attention.decision_table import packs_well
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.masks.bitmap import unpack
 from stof_compile.ops import attention_rule
-from stof_compile.plan import AttentionPlan
 
 
 def scattered(length, every=7):
@@ -203,10 +203,17 @@ def test_a_call_of_a_model(facts):
     check_training(call, leaves, keep, slice(None))
 
 
-def test_auto_does_not_time_what_has_not_run_on_a_gpu():
-    assert "gather" in select.KERNELS["cuda"] and select.BY_NAME_ONLY == {"cuda": ("gather",)}
-    plan = select._impossible(AttentionPlan("gather", (64, 64, 4, 3, 0, 0), "plan", ""), "cuda")
-    assert plan == ""  # by name, and from a plan
+def test_gathering_is_timed_where_columns_are_scattered():
+    def worth(spec, config=(64, 64)):
+        return packs_well(problem(spec, 512), config)
+
+    assert worth(scattered(512, 16))
+    assert not worth(scattered(512, 2))  # half of the columns, and the row's own
+    bands = (masks.causal(), masks.sliding_window(22), masks.dense())
+    assert not any(worth(spec) for spec in (*bands, masks.bigbird(64, 64, 0.1)))
+    # each row's own keys: few columns of low tiles, all of tall ones
+    keep = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < 0.02
+    assert worth(masks.from_tensor(keep), (16, 64)) and not worth(masks.from_tensor(keep))
 
 
 @pytest.mark.interpreter
@@ -270,6 +277,8 @@ def test_it_is_forced_and_measured_on_a_gpu(training):
 
     import stof_compile
     from stof_compile.attention.trial import measure_candidate
+    from stof_compile.budget import Budget
+    from stof_compile.options import StofOptions
 
     spec = scattered(2048, 64)
     leaves = [
@@ -291,6 +300,9 @@ def test_it_is_forced_and_measured_on_a_gpu(training):
     for config in configs(64, torch.float16, torch.cuda.get_device_capability()):
         found = measure_candidate(asked, "gather", tuple(config), generator)
         assert found.status == "measured", found
+    plan = select.choose(asked, StofOptions(), None, Budget(60))
+    tried = [c for c in plan.candidates if c.kernel == "gather"]
+    assert bool(tried) != training  # gradients of it are there by name only
 
 
 @pytest.mark.gpu
