@@ -299,7 +299,7 @@ def attention_block_forward(
         return out.transpose(1, 2), lse
     p = problem
     per_head = p.batch * p.heads
-    values = p.v if rounded is None else p.v.transpose(2, 3)  # the last stride is 1 of all three
+    values = p.v if rounded is None else rounded.values  # the last stride is 1 of all three
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, values)]
     scales = (arrays.row_ptr,) * 3 if rounded is None else rounded[:3]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
@@ -320,7 +320,7 @@ def attention_block_forward(
         launchable(attention_block_kernel, q)[(programs * per_head,)](
             p.q, *vec_strides[0],
             p.k, *vec_strides[1],
-            p.v, *vec_strides[2],
+            values, *vec_strides[2],
             *scales,
             out, lse,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),

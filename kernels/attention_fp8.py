@@ -59,10 +59,10 @@ def attention_fp8_forward(
             f"attention kernel: v must be contiguous [batch, kv_heads, value_dim + {ONES}, {whole}]"
             f" for {k_len} keys in e4m3; got {tuple(v.shape)}, strides {v.stride()}"
         )
-    values = v.transpose(2, 3)[:, :, :k_len, :-ONES]
+    seen = v.transpose(2, 3).narrow(2, 0, k_len).narrow(3, 0, v.shape[2] - ONES)
     q_scale, k_scale, v_scale = (s.contiguous() for s in scales)
-    rounded = Rounded(q_scale, k_scale, v_scale, dtype)
+    rounded = Rounded(q_scale, k_scale, v_scale, dtype, v)
     return attention_block_forward(
-        q, k, values, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse,
+        q, k, seen, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse,
         rounded,
     )  # fmt: skip

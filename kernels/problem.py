@@ -38,12 +38,15 @@ class TileMask(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Scales of operands that were rounded to e4m3, and the dtype they had."""
+    """Scales of operands that were rounded to e4m3, the dtype they had, and all of v."""
 
     q_scale: Tensor  # fp32 [batch, heads], contiguous
     k_scale: Tensor  # fp32 [batch, kv_heads], contiguous
     v_scale: Tensor  # fp32 [batch, kv_heads], contiguous
     dtype: torch.dtype  # of the result
+    # [batch, kv_heads, value_dim + ONES, keys with what fills up]: kernels take this and no view of
+    # a part, of which a compiler may make a tensor of its own that has nothing behind it
+    values: Tensor
 
 
 @dataclass(frozen=True)

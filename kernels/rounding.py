@@ -59,7 +59,7 @@ def round_heads(x: Tensor, keys_last: bool) -> tuple[Tensor, Tensor]:
     else:
         largest = torch.where(finite, wide.abs(), 0.0).amax((2, 3))
     scale = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
-    values = torch.where(finite, wide / scale[:, :, None, None], float("nan"))
+    values = torch.where(finite, wide / scale.unsqueeze(2).unsqueeze(3), float("nan"))
     if keys_last:
         values = F.pad(values.transpose(2, 3), (0, -x.shape[2] % KEY_STEP))
         values = F.pad(values, (0, 0, 0, ONES), value=1.0)

@@ -127,6 +127,29 @@ def test_rounding_operator():
             )  # fmt: skip
 
 
+def test_the_kernel_gets_tensors_and_no_views_of_parts(monkeypatch):
+    """Inductor makes a tensor of each argument, and of a view one that has nothing behind it."""
+    from stof_compile.kernels import attention_blockwise
+
+    launched = []
+    monkeypatch.setattr(
+        attention_blockwise, "launchable",
+        lambda kernel, q: {(6,): lambda *given, **constants: launched.append(given)},
+    )  # fmt: skip
+    q = torch.randn(1, 2, 140, 24, dtype=torch.float16)
+    stored = masks.build_block_mask(masks.causal(), 140, 140, 64)
+    rounded = round_operands(q, q, q)
+    attend_rounded(
+        *rounded, *stored.tensors, None, None, 0.2, 0.0, 0, [], [64, 64, 4, 2], False, q.dtype
+    )
+    (given,) = launched
+    for values, _ in rounded:
+        (seen,) = (
+            t for t in given if isinstance(t, torch.Tensor) and t.data_ptr() == values.data_ptr()
+        )
+        assert seen.shape == values.shape and seen.stride() == values.stride()
+
+
 def test_rounding_in_a_compiled_graph(fresh_dynamo):
     """Inductor sees plain operations: what it writes gives the same bits."""
     x = torch.randn(2, 3, 45, 24, dtype=torch.bfloat16)
