@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stof_compile.errors import StofUnsupportedError
-from stof_compile.replay import MAX_RUNS, MIN_RUNS, time_on_cuda
+from stof_compile.replay import MAX_RUNS, MIN_RUNS, time_on_cuda, time_under_load
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +190,31 @@ def time_in_turns(
     return [_timing(s, method) for s, method in zip(samples, methods, strict=True)]
 
 
+def time_as_in_use(
+    fns: Sequence[Callable[..., Any]],
+    input_sets: Sequence[tuple[Any, ...]],
+    device: torch.device | str,
+    *,
+    turn_s: float = 0.04,
+    rounds: int = 3,
+) -> list[Timing]:
+    """Time functions against each other, on a GPU under a load that lasts (see
+    :func:`stof_compile.replay.time_under_load`), where graphs of them can be captured; elsewhere as
+    :func:`time_in_turns` does.
+
+    Args:
+        turn_s: seconds of a turn. rounds: turns of each function; the others as for
+            :func:`time_callable`, which also says what is raised.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and input_sets:
+        with _on_cuda(device):
+            samples = time_under_load(fns, input_sets, turn_s, rounds)
+        if samples is not None:
+            return [_timing(taken, "cuda-graph under load") for taken in samples]
+    return time_in_turns(fns, input_sets, device, budget_s=turn_s * rounds, rounds=rounds)
+
+
 def sample_us(
     fn: Callable[..., Any],
     input_sets: Sequence[tuple[Any, ...]],
@@ -221,10 +246,21 @@ def _samples(
     if not input_sets:
         raise ValueError("timing needs at least one set of inputs")
     device = torch.device(device)
+    if device.type != "cuda":
+        with real_tensors(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return _time_on_cpu(fn, input_sets, budget_s, clock, least, warm), "clock"
+    with _on_cuda(device):
+        return time_on_cuda(fn, input_sets, budget_s, capture, least)
+
+
+@contextmanager
+def _on_cuda(device: torch.device) -> Iterator[None]:
+    """Run real tensors on a device, without gradients; random generators are as they were after.
+
+    Raises:
+        StofUnsupportedError: the current CUDA stream is being captured.
+    """
     with real_tensors(), torch.no_grad():
-        if device.type != "cuda":
-            with torch.random.fork_rng(devices=[]):
-                return _time_on_cpu(fn, input_sets, budget_s, clock, least, warm), "clock"
         if torch.cuda.is_current_stream_capturing():
             raise StofUnsupportedError(
                 "cannot time kernels while the current CUDA stream is being captured; call the "
@@ -232,7 +268,7 @@ def _samples(
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index), torch.random.fork_rng(devices=[]), _own_generator(index):
-            return time_on_cuda(fn, input_sets, budget_s, capture, least)
+            yield
 
 
 @contextmanager

@@ -70,9 +70,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from stof_compile.kernels.rounding import ONES
 
     return_lse, dtype = rest[-2:]
-    return fake_attention(
-        q, v.transpose(2, 3).narrow(3, 0, v.shape[2] - ONES), return_lse, dtype
-    )
+    return fake_attention(q, v.transpose(2, 3).narrow(3, 0, v.shape[2] - ONES), return_lse, dtype)
 
 
 def refusal_on(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str:

@@ -1,6 +1,7 @@
 """The timer and the correctness gate, with a clock of our own."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from stof_compile.measure import (
     TOLERANCE,
     check_close,
     real_tensors,
+    time_as_in_use,
     time_callable,
     time_in_turns,
 )
-from stof_compile.replay import MAX_TURNS, _turns
+from stof_compile.replay import MAX_TURNS, _turns, time_under_load
 
 
 class Clock:
@@ -234,6 +236,90 @@ def test_cuda_graph_replay():
     single = time_callable(lambda x: x @ x, inputs, "cuda", budget_s=0.05, capture=False)
     assert single.method.startswith("events")
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_on_a_cpu_what_is_in_use_is_timed_in_turns():
+    one, two = time_as_in_use(
+        [lambda x: x + 1, lambda x: x], [(torch.ones(3),)], "cpu", turn_s=1e-3
+    )
+    assert one.method == two.method == "clock" and one.runs >= MIN_RUNS
+    with pytest.raises(ValueError, match="set of inputs"):
+        time_as_in_use([lambda: None], [], "cuda")
+
+
+def test_turns_under_load_have_no_pause_and_a_first_half_that_does_not_count(monkeypatch):
+    """With CUDA's parts played by ours: time passes in calls, and a graph repeats its calls."""
+    now, played, capturing = [0.0], [], []
+
+    class Stream(nullcontext):
+        def wait_stream(self, other):
+            pass
+
+        def synchronize(self):
+            pass
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            assert pool == "pool"
+            self.calls = []
+            capturing.append(self)
+
+        def capture_end(self):
+            capturing.remove(self)
+
+        def replay(self):
+            now[0] += sum(calls_ms for _, calls_ms in self.calls)
+            played.append(self.calls[0][0])
+
+    def function(name, ms):
+        def call(x):
+            if capturing:
+                capturing[0].calls.append((name, ms))
+            else:
+                now[0] += ms
+
+        return call
+
+    def fails(x):
+        if capturing:
+            raise RuntimeError("operation not permitted")
+
+    parts = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "current_stream": Stream}
+    parts |= {"stream": lambda s: s, "graph_pool_handle": lambda: "pool", "synchronize": Stream}
+    for name, part in parts.items():
+        monkeypatch.setattr(torch.cuda, name, part)
+    fns = [function("a", 0.05), function("b", 0.125)]
+    one, two = time_under_load(fns, [(1,), (2,)], 0.005, 3)
+    assert one == pytest.approx([50.0] * 15) and two == pytest.approx([125.0] * 15)
+    # a turn that warms up; then there, back, and there again
+    assert "".join(played[-70:]) == "".join(name * 10 for name in "aabbaab")
+    assert time_under_load([*fns, fails], [(1,)], 0.005, 3) is None
+
+
+@pytest.mark.gpu
+def test_cuda_functions_under_a_lasting_load():
+    inputs = [(torch.randn(1024, 1024, device="cuda", dtype=torch.float16),) for _ in range(3)]
+    before, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    fns = [lambda x: x @ x, lambda x: (x @ x) @ x, lambda x: torch.dropout(x @ x, 0.5, True)]
+    one, two, three = time_as_in_use(fns, inputs, "cuda", turn_s=0.01)
+    assert one.method == two.method == three.method == "cuda-graph under load"
+    assert 1.5 * one.median_us < two.median_us < 3 * one.median_us and one.runs >= 6
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    alone, _ = time_as_in_use([lambda x: x @ x, lambda x: x.sum().item()], inputs, "cuda")
+    assert alone.method == "cuda-graph"  # the other cannot be captured
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= held + 2**26
+    assert torch.randn(3, device="cuda").isfinite().all()
 
 
 @pytest.mark.gpu

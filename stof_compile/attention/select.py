@@ -25,7 +25,6 @@ from stof_compile.attention.decision_table import (
     packs_well,
     plausible_configs,
 )
-from stof_compile.attention.finals import settle
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.trial import compile_together, measure_candidate
 from stof_compile.budget import Budget
@@ -259,7 +258,7 @@ def _choose_by_measuring(
             f"nothing could be measured; {table_reason}",
             tuple(results),
         )
-    best, told = settle(problem, measured, generator, budget)
+    best = min(measured, key=lambda c: c.median_us or math.inf)
     runner_up = min(
         (c for c in measured if c.kernel != best.kernel),
         key=lambda c: c.median_us or math.inf,
@@ -274,9 +273,7 @@ def _choose_by_measuring(
         best.kernel,
         best.config,
         "measured",
-        f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}"
-        if not told
-        else f"{best.median_us:.1f} us alone; {told}",
+        f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}",
         tuple(results),
     )
     if store is not None and complete:

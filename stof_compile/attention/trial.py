@@ -77,21 +77,15 @@ def _input_sets(problem: AttentionProblem) -> int:
 
 
 def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tuple[Any, ...]:
-    metas = (problem.q, problem.k, problem.v)
-    q, k, v = (meta.random(problem.device, generator) for meta in metas)
-    return q, k, v, *random_extras(problem, generator)
-
-
-def random_extras(
-    problem: AttentionProblem, generator: torch.Generator
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Padding that keeps every key and a random bias, None for what the problem has not."""
-    keep = None
-    if problem.padding:
-        shape = (problem.batch, problem.k_len)
-        keep = torch.ones(shape, dtype=torch.bool, device=problem.device)
-    bias = None if problem.bias is None else problem.bias.random(problem.device, generator)
-    return keep, bias
+    device = problem.device
+    q, k, v = (meta.random(device, generator) for meta in (problem.q, problem.k, problem.v))
+    keep = (
+        torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device)
+        if problem.padding
+        else None
+    )
+    bias = problem.bias.random(device, generator) if problem.bias is not None else None
+    return q, k, v, keep, bias
 
 
 def _prepared(call: KernelCall, sets: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -29,8 +29,8 @@ from stof_compile.measure import (
     check_close,
     real_tensors,
     sample_us,
+    time_as_in_use,
     time_callable,
-    time_in_turns,
 )
 from stof_compile.search.compile_pool import CompilePool, Job, start_pool
 from stof_compile.search.library import library_call
@@ -50,7 +50,6 @@ Result = Tensor | tuple[Tensor, ...]
 """What a call of a candidate gives; parts of it side by side, as library_call may."""
 
 TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
-FINAL_S = 0.1
 ROUND_S = 0.02
 LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
@@ -101,7 +100,7 @@ class SegmentBench(Protocol):
         """The trial of a candidate if it was measured before."""
 
     def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
-        """Microseconds of whole schemes, measured in turns."""
+        """Microseconds of whole schemes, measured in turns and under load."""
 
     def first(self, recipe: Recipe) -> Candidate | None:
         """What rules choose among the templates, None where no template accepts."""
@@ -269,7 +268,7 @@ class DeviceBench:
             calls.append(run)
         most = max(map(len, held.values()), default=1)
         turns = [(turn,) for turn in range(min(most, 8))]
-        timings = time_in_turns(calls, turns, self.device, budget_s=FINAL_S)
+        timings = time_as_in_use(calls, turns, self.device)
         return [timing.median_us for timing in timings]
 
     def operands(self, recipe: Recipe) -> tuple[Tensor, ...]:

@@ -192,7 +192,8 @@ class ChainSegments:
         return trial.cost_us
 
     def contenders(self, place: Span, reach: float, most: int) -> list[Candidate]:
-        """The fastest candidates measured so far, the fastest first.
+        """The fastest candidate measured so far, then the fastest of each other template, then the
+        next fastest of all.
 
         Args:
             reach: times the fastest that one may take. most: how many, at most.
@@ -207,7 +208,12 @@ class ChainSegments:
             for i, c in enumerate(self._candidates(place))
             if c != best and (us := self.cost_if_known(place, c)) is not None and us <= limit
         ]
-        return [best, *(c for _, _, c in sorted(timed, key=lambda t: t[:2])[: most - 1])]
+        ranked = [c for _, _, c in sorted(timed, key=lambda t: t[:2])]
+        leading: dict[str, Candidate] = {best.template: best}
+        for c in ranked:
+            leading.setdefault(c.template, c)
+        rest = [c for c in ranked if c not in leading.values()]
+        return [*leading.values(), *rest][:most]
 
     def _candidates(self, place: Span) -> list[Candidate]:
         library = [Candidate(LIBRARY)] if self.has_library(place) else []

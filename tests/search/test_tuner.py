@@ -11,6 +11,7 @@ from stof_compile.budget import Budget
 from stof_compile.fusion.chain import OpChain
 from stof_compile.measure import ErrorReport, Timing
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.chain_search import FINALISTS
 from stof_compile.search.context import TuningContext
 from stof_compile.search.trial import TrialTable
 from stof_compile.search.tuner import ChainTuner, chain_key
@@ -172,6 +173,30 @@ def test_an_op_without_neighbours_is_compared_with_the_library(capture, monkeypa
     assert none.asked == []
 
 
+def test_contenders_are_of_every_template_first(mlp, monkeypatch):
+    graph, chain = mlp
+    kinds = [candidate_of(name, {"warps": w}) for name in ("one", "two") for w in (1, 2, 4)]
+    times = {c: 9.0 + i / 10 for i, c in enumerate(kinds)}
+    monkeypatch.setattr(FakeBench, "candidates", lambda self, recipe: kinds)
+
+    def time(self, recipe, candidate):
+        us = times.get(candidate, 10.2)
+        return Timing(us, us, us, 3, "clock")
+
+    monkeypatch.setattr(FakeBench, "time", time)
+    fake = FakeBench(TrialTable(None), [0.0])
+    fake.budget = Budget(1000.0, clock=lambda: 0.0)
+    ctx = TuningContext(fake, fake.budget, 1000.0)
+    segments = ChainTuner(graph.gm, chain, lambda a, b: None, ctx)._segments
+    place = (0, 1)
+    for candidate in segments._candidates(place):
+        segments.measured(place, candidate)
+    library = Candidate(LIBRARY)
+    assert segments.contenders(place, 1.15, 5) == [kinds[0], kinds[3], library, *kinds[1:3]]
+    assert segments.contenders(place, 1.15, 2) == [kinds[0], kinds[3]]
+    assert segments.contenders(place, 1.12, 9) == [kinds[0], kinds[3], *kinds[1:3], *kinds[4:]]
+
+
 def test_what_failed_is_no_contender(mlp, monkeypatch):
     graph, chain = mlp
 
@@ -211,11 +236,11 @@ def test_finals_that_would_take_too_long_are_left_out(mlp, monkeypatch):
     compare = FakeBench.compare
     monkeypatch.setattr(FakeBench, "compare", lambda *a: asked.append(len(a[1])) or compare(*a))
     tuned(*mlp)
-    assert 4 in asked
+    assert FINALISTS in asked
     asked.clear()
     monkeypatch.setattr("stof_compile.search.chain_search.COMPARE_S", 1000.0)
     tuned(*mlp)
-    assert 4 not in asked
+    assert FINALISTS not in asked
 
 
 def test_what_is_slower_is_left_as_it_is(mlp):
