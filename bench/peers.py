@@ -291,7 +291,7 @@ def chosen_variants(cell: Cell, device: torch.device, only: Iterable[str]) -> li
 
 
 def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
-    """Every variant of every peer for a cell, STOF last."""
+    """Every variant of every peer, STOF first: a cell that is cut off has its rows."""
     stof = [
         Variant("stof", "option", _stof_option),
         Variant("stof", "function", _stof_call),
@@ -299,11 +299,11 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
     ]
     if device.type == "cpu":
         return [
+            *stof,
             Variant("sdpa_mask", "compiled", _sdpa_mask),
             *default_variants(cell),
             Variant("flex_expert", "b32", lambda s: _flex_expert(s, 32, {})),
             Variant("flex_expert", "b64", lambda s: _flex_expert(s, 64, {})),
-            *stof,
         ]
     cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
     variants = [
@@ -329,4 +329,4 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
                 Variant("flex_split", name, partial(_flex_split, block=block, options=options))
             ]
     rounded = Variant("stof_fp8", "option", partial(_stof_option, fp8=True), fp8=True)
-    return [*variants, Variant("flex_flash", "fa4", _flex_flash), *stof, rounded]
+    return [*stof, rounded, *variants, Variant("flex_flash", "fa4", _flex_flash)]
