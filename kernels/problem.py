@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .memo import remember
 from .overlap import ARGUMENT, OverlappingKernel
-from .rounding import E4M3
+from .rounding import E4M3, KEY_STEP
 
 # A piece of a band is absent when its number is at least this far from zero (global counts: when
 # 0).
@@ -142,7 +142,9 @@ def check_problem(
     )
     if rounded is not None:
         _check_scales(rounded, q, kv_heads)
-        _require(block_k >= 32, "a tile of e4m3 operands has 32 keys or more", block_k)
+        _require(
+            32 <= block_k <= KEY_STEP, f"a tile of e4m3 operands has 32 to {KEY_STEP} keys", block_k
+        )
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         _require(
             block >= 16 and block & (block - 1) == 0, f"{name} must be a power of two >= 16", block

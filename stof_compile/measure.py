@@ -35,7 +35,7 @@ class Timing:
     Args:
         median_us, p20_us, p80_us: microseconds.
         runs: number of samples behind the percentiles.
-        method: "cuda-graph", "events (<why no graph>)" or "clock".
+        method: "cuda-graph", "cuda-graph under load", "events (<why no graph>)" or "clock".
     """
 
     median_us: float
@@ -196,7 +196,7 @@ def time_as_in_use(
     device: torch.device | str,
     *,
     turn_s: float = 0.04,
-    rounds: int = 3,
+    rounds: int = 4,
 ) -> list[Timing]:
     """Time functions against each other, on a GPU under a load that lasts (see
     :func:`stof_compile.replay.time_under_load`), where graphs of them can be captured; elsewhere as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ SLOW_US = 20 * GRAPH_US
 """A call of the function that long shows no launch cost and is not repeated only to be sized up."""
 
 MAX_TURNS = 200
+
+WARM_S = 0.2
+"""Of replays before functions are timed under load."""
 
 
 def time_on_cuda(
@@ -69,17 +73,18 @@ def time_under_load(
     turn_s: float,
     rounds: int,
 ) -> list[list[float]] | None:
-    """Time functions against each other on the current CUDA device, which gets no pause.
+    """Time functions against each other on the current CUDA device, which hardly gets a pause.
 
     A GPU that is busy for long draws all the power it may have and lowers its clock, so that what
-    takes less energy is faster: an order that bursts do not show. All graphs are captured first,
-    and then replayed in turns, of which the first half is not counted: there the clock still is
-    what the function before made it.
+    takes less energy is faster: an order that bursts do not show. All graphs are captured first
+    and are there together; the first is replayed for ``WARM_S``, and then all in turns, of which
+    the first half is not counted: there the clock still is what the function before made it. Each
+    turn is launched as a whole; between two of them the host waits for the first's end.
 
     Args:
         fns: called as ``fn(*inputs)``. input_sets: used in turn.
         turn_s: seconds of a turn, a replay at least. rounds: turns of each function; every other
-            round goes backwards, and the first function has a turn before them.
+            round goes backwards.
     Returns:
         Samples of each function, microseconds of one call; None where one cannot be captured.
     """
@@ -87,22 +92,21 @@ def time_under_load(
     stream.wait_stream(torch.cuda.current_stream())
     taken: list[list[float]] = [[] for _ in fns]
     with torch.cuda.stream(stream):
-        pool = torch.cuda.graph_pool_handle()  # one for all: no result is read
         try:
             held = []
             for fn in fns:
                 for inputs in input_sets:
                     fn(*inputs)
-                held.append(_long_graph(fn, input_sets, stream, pool))
+                held.append(_long_graph(fn, input_sets, stream))
             graph, _, one_us = held[0]
-            _event_samples(graph.replay, _runs(turn_s, one_us, 1))
+            _event_samples(graph.replay, _runs(WARM_S, one_us, 1))
             order = list(range(len(fns)))
             for number in range(rounds):
                 for index in order if number % 2 == 0 else reversed(order):
                     graph, calls, one_us = held[index]
                     samples = _event_samples(graph.replay, _runs(turn_s, one_us, 1))
                     taken[index] += [us / calls for us in samples[len(samples) // 2 :]]
-        except RuntimeError as error:  # as in ``time_on_cuda``
+        except RuntimeError as error:  # as in ``time_on_cuda``, or too little memory for all graphs
             log.debug("timing without a lasting load: %s", error)
             torch.cuda.synchronize()
             return None
@@ -127,18 +131,17 @@ def _long_graph(
     fn: Callable[..., Any],
     input_sets: Sequence[tuple[Any, ...]],
     stream: torch.cuda.Stream,
-    pool: Any = None,
 ) -> tuple[torch.cuda.CUDAGraph, int, float]:
     """A graph of some ``GRAPH_US``, the calls in it, and the microseconds of a replay."""
     turn = iter(_endless(input_sets))
     # with the launches in it, this is too long for short kernels, by any factor
     rough_us = _event_samples(lambda: [fn(*next(turn)) for _ in input_sets], 1)[0]
     turns = _turns(1, rough_us)
-    graph = _capture(fn, input_sets, turns, stream, pool)
+    graph = _capture(fn, input_sets, turns, stream)
     one_us = min(_event_samples(graph.replay, 1 if rough_us > SLOW_US else 3))
     if _turns(turns, one_us) > turns:
         turns = _turns(turns, one_us)
-        graph = _capture(fn, input_sets, turns, stream, pool)
+        graph = _capture(fn, input_sets, turns, stream)
         one_us = _event_samples(graph.replay, 1)[0]
     return graph, turns * len(input_sets), one_us
 
@@ -153,7 +156,6 @@ def _capture(
     input_sets: Sequence[tuple[Any, ...]],
     turns: int,
     stream: torch.cuda.Stream,
-    pool: Any = None,
 ) -> torch.cuda.CUDAGraph:
     """A graph of whole turns over the input sets, so that every set counts the same; replayed once.
 
@@ -163,13 +165,19 @@ def _capture(
     """
     graph = torch.cuda.CUDAGraph()
     stream.synchronize()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    graph.capture_begin(capture_error_mode="thread_local")
     try:
         for _ in range(turns):
             for inputs in input_sets:
                 fn(*inputs)
-    finally:
+    except KeyboardInterrupt:  # stays what it is, where the end of what it broke fails as well
+        with suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    except Exception:
         graph.capture_end()
+        raise
+    graph.capture_end()
     graph.replay()
     stream.synchronize()
     return graph

@@ -30,7 +30,7 @@ from stof_compile.device import DeviceFacts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 """Raised when the meaning of stored files changes; files of another format are misses."""
 
 ENVIRONMENT_PARTS = ("device", "runtime", "arch", "torch", "triton", "stof")

@@ -269,8 +269,7 @@ def test_turns_under_load_have_no_pause_and_a_first_half_that_does_not_count(mon
             return later.at - self.at
 
     class Graph:
-        def capture_begin(self, pool, capture_error_mode):
-            assert pool == "pool"
+        def capture_begin(self, capture_error_mode):
             self.calls = []
             capturing.append(self)
 
@@ -278,8 +277,10 @@ def test_turns_under_load_have_no_pause_and_a_first_half_that_does_not_count(mon
             capturing.remove(self)
 
         def replay(self):
-            now[0] += sum(calls_ms for _, calls_ms in self.calls)
-            played.append(self.calls[0][0])
+            name = self.calls[0][0]
+            changed = played[-5:].count(name) < 5  # the clock is still another's
+            now[0] += sum(ms for _, ms in self.calls) * (2 if changed else 1)
+            played.append(name)
 
     def function(name, ms):
         def call(x):
@@ -295,21 +296,30 @@ def test_turns_under_load_have_no_pause_and_a_first_half_that_does_not_count(mon
             raise RuntimeError("operation not permitted")
 
     parts = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "current_stream": Stream}
-    parts |= {"stream": lambda s: s, "graph_pool_handle": lambda: "pool", "synchronize": Stream}
+    parts |= {"stream": lambda s: s, "synchronize": Stream}
     for name, part in parts.items():
         monkeypatch.setattr(torch.cuda, name, part)
     fns = [function("a", 0.05), function("b", 0.125)]
-    one, two = time_under_load(fns, [(1,), (2,)], 0.005, 3)
+    one, two = time_under_load(fns, [(1,), (2,)], 0.01, 3)
     assert one == pytest.approx([50.0] * 15) and two == pytest.approx([125.0] * 15)
-    # a turn that warms up; then there, back, and there again
-    assert "".join(played[-70:]) == "".join(name * 10 for name in "aabbaab")
-    assert time_under_load([*fns, fails], [(1,)], 0.005, 3) is None
+    # there, back, and there again, behind what warms up
+    assert "".join(played[-60:]) == "".join(name * 10 for name in "abbaab")
+    assert set(played[-160:-60]) == {"a"}
+    assert time_under_load([*fns, fails], [(1,)], 0.01, 3) is None
+
+    def interrupted(x):
+        if capturing:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        time_under_load([*fns, interrupted], [(1,)], 0.01, 3)
+    assert not capturing
 
 
 @pytest.mark.gpu
 def test_cuda_functions_under_a_lasting_load():
     inputs = [(torch.randn(1024, 1024, device="cuda", dtype=torch.float16),) for _ in range(3)]
-    before, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    before = torch.cuda.get_rng_state()
     fns = [lambda x: x @ x, lambda x: (x @ x) @ x, lambda x: torch.dropout(x @ x, 0.5, True)]
     one, two, three = time_as_in_use(fns, inputs, "cuda", turn_s=0.01)
     assert one.method == two.method == three.method == "cuda-graph under load"
@@ -317,8 +327,6 @@ def test_cuda_functions_under_a_lasting_load():
     assert torch.equal(torch.cuda.get_rng_state(), before)
     alone, _ = time_as_in_use([lambda x: x @ x, lambda x: x.sum().item()], inputs, "cuda")
     assert alone.method == "cuda-graph"  # the other cannot be captured
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= held + 2**26
     assert torch.randn(3, device="cuda").isfinite().all()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.functional import default_kernel
-from stof_compile.attention.problem import AttentionProblem
+from stof_compile.attention.problem import PACKED_SHARES, AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 
 if TYPE_CHECKING:
@@ -21,12 +21,6 @@ TILE, NARROW_TILE = (64, 64), (64, 32)
 # most the first, tiles of more rows where theirs have at most the second. Half a tile takes two
 # thirds of TILE's instructions, which 0.75 would make up for; more programs fit a multiprocessor.
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
-PACKED_SHARES = {16: 0.27, 32: 0.31, 64: 0.55}
-"""The same of the packed tiles of a gathering kernel, by their rows (taller ones as 64): up to
-there it is worth timing. On an H200 a score of tiles of 16 and 32 rows took 4.1 and 3.5 times what
-one of the block-wise kernel's took (BigBird, 8 x 512). Tiles of 64 rows with 0.27 and 0.15 of the
-scores took 0.9 and 0.5 of that kernel's tile floor (a fixed mask, 2,048 and 4,096): some 2 times
-as much for a score, if it reaches 60 % of the floor. A tenth more than breaks even is timed."""
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -78,14 +72,11 @@ def packs_well(problem: AttentionProblem, config: tuple[int, ...]) -> bool:
     """Whether a GPU's gathering kernel is worth timing: where the packed columns hold much less
     than the tiles of a block-wise kernel do."""
     share = next((s for rows, s in PACKED_SHARES.items() if config[0] <= rows), PACKED_SHARES[64])
-    most = share * _tile_area(problem, TILE)
-    whole = problem.block_mask(TILE)
-    kept = whole.density * problem.q_len * problem.k_len
-    if kept > most or whole.is_band or not whole.has_part:  # columns are side by side already
+    if not problem.may_pack(share):
         return False
     mask = problem.block_mask((config[0], config[1]))
     area = mask.block_q * mask.block_k
-    return mask.packed_tiles // max(1, mask.planes) * area <= most
+    return mask.packed_tiles // max(1, mask.planes) * area <= share * problem.touched_scores
 
 
 def _tile_density(problem: AttentionProblem) -> float:

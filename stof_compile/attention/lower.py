@@ -264,6 +264,7 @@ def _lower_nested(
 
     Raises:
         StofMaskError: the option's mask cannot be joined with the one it has.
+        StofUnsupportedError: the call asks for fp8 and cannot have it.
     """
     with real_tensors(), torch.inference_mode(False):
         nested = read_nested(site, option, ctx.facts)
@@ -271,6 +272,8 @@ def _lower_nested(
             report.padding, report.bias = nested.padding is not None, nested.bias is not None
             parts = MaskParts(padding=nested.padding, bias=nested.bias)
             problem = attention_problem(nested.site, parts, nested.spec, nested.offset, ctx.facts)
+            if nested.fp8 and (obstacle := fp8_obstacle(problem, ctx.options.attention)):
+                raise StofUnsupportedError(f"sparse_attention: fp8 cannot be used: {obstacle}")
             fp8 = ctx.options.fp8 or nested.fp8
             problem, choice = _chosen(problem, fp8, ctx, report)
             try:

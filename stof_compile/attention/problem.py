@@ -18,6 +18,13 @@ STATISTICS_BLOCK = {
     "cuda": 64,
     "cpu": 32,
 }  # tile edge the mask statistics of a problem are taken on
+PACKED_SHARES = {16: 0.35, 32: 0.4, 64: 0.55}
+"""Scores in packed tiles of a gathering kernel for GPUs as a share of those in touched tiles of
+64 x 64, by their rows (taller ones as 64): up to there it is worth timing. On an H200 a score of
+tiles of 16 and 32 rows took 3.1 and 2.6 times what one of the block-wise kernel's 64 x 32 took
+(BigBird, 8 x 512). Tiles of 64 rows with 0.27 and 0.15 of the scores took 0.9 and 0.5 of that
+kernel's tile floor (a fixed mask, 2,048 and 4,096): some 2 times as much for a score, if it reaches
+60 % of the floor. A tenth more than breaks even is timed."""
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -154,6 +161,32 @@ class AttentionProblem:
         return self.block_mask((edge, edge)).tile_map
 
     @cached_property
+    def touched_scores(self) -> int:
+        """Scores of one head in touched tiles of 64 x 64, or of as many rows as there are: about
+        what a block-wise kernel for GPUs computes."""
+        mask = self.block_mask((64, 64))
+        tiles = mask.col_idx.numel() // max(1, mask.planes)
+        return tiles * 64 * min(64, max(16, 1 << (self.q_len - 1).bit_length()))
+
+    def may_pack(self, share: float) -> bool:
+        """Whether a gathering kernel for GPUs could have so few scores, as a share of the touched
+        ones; no number of packed columns is asked for."""
+        if self.training or self.fp8 or self.spec is None:
+            return False
+        mask = self.block_mask((64, 64))
+        if mask.is_band or not mask.has_part:  # columns are side by side already
+            return False
+        return mask.density * self.q_len * self.k_len <= share * self.touched_scores
+
+    def _packed(self) -> list[int]:
+        """Packed tiles of the sizes whose number decides whether columns are gathered on a GPU."""
+        return [
+            self.block_mask((rows, 64)).packed_tiles
+            for rows, share in PACKED_SHARES.items()
+            if self.device.type == "cuda" and self.may_pack(share)
+        ]
+
+    @cached_property
     def key(self) -> str:
         """Stable hash of everything that may change which kernel wins, and of nothing else."""
         body = {
@@ -175,8 +208,10 @@ class AttentionProblem:
             "unmasked": self.spec is None,
             "mask": self.statistics,
         }
-        if self.fp8:  # no entry otherwise, as before it was there
+        if self.fp8:
             body["fp8"] = True
+        if packed := self._packed():  # masks with equal statistics may have very different ones
+            body["packed"] = packed
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:24]
 
     def describe(self) -> str:

@@ -27,10 +27,10 @@ MAX_MOVES = 64  # told in the plan of a chain
 MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 FINALS_SHARE, FINALS_S = 0.2, 5.0  # of the budget, and seconds at most: kept for the finals
-COMPARE_S, COMPARE_RUNS = 0.15, 70  # what a comparison takes of each chain: replays, or seconds
+COMPARE_S, COMPARE_RUNS = 0.25, 70  # what a comparison takes of each chain: replays, or seconds
 FINALISTS = 5  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
-FINAL_GAIN = 0.003  # of the chain; less is noise
+FINAL_GAIN = 0.006  # of the chain; less is noise
 
 
 class ChainSearch:

@@ -192,8 +192,8 @@ class ChainSegments:
         return trial.cost_us
 
     def contenders(self, place: Span, reach: float, most: int) -> list[Candidate]:
-        """The fastest candidate measured so far, then the fastest of each other template, then the
-        next fastest of all.
+        """The fastest candidate measured so far and the next of its template, then the fastest of
+        each other template, then the next fastest of all.
 
         Args:
             reach: times the fastest that one may take. most: how many, at most.
@@ -209,11 +209,11 @@ class ChainSegments:
             if c != best and (us := self.cost_if_known(place, c)) is not None and us <= limit
         ]
         ranked = [c for _, _, c in sorted(timed, key=lambda t: t[:2])]
-        leading: dict[str, Candidate] = {best.template: best}
+        leading = [best, *[c for c in ranked if c.template == best.template][:1]]
         for c in ranked:
-            leading.setdefault(c.template, c)
-        rest = [c for c in ranked if c not in leading.values()]
-        return [*leading.values(), *rest][:most]
+            if all(c.template != other.template for other in leading):
+                leading.append(c)
+        return [*leading, *(c for c in ranked if c not in leading)][:most]
 
     def _candidates(self, place: Span) -> list[Candidate]:
         library = [Candidate(LIBRARY)] if self.has_library(place) else []

@@ -127,6 +127,17 @@ def test_rounding_operator():
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("block_k", [16, 256])
+def test_tiles_have_no_more_keys_than_zeros_are_behind_v_for(block_k):
+    q = torch.randn(1, 1, 70, 16, dtype=torch.float16)
+    stored = masks.build_block_mask(masks.dense(), 70, 70, (16, block_k))
+    with pytest.raises(ValueError, match="e4m3 operands has 32 to 128 keys"):
+        attend_rounded(
+            *round_operands(q, q, q), *stored.tensors, None, None, 0.25, 0.0, 0, [],
+            [16, block_k, 4, 2], False, q.dtype,
+        )  # fmt: skip
+
+
 def test_the_kernel_gets_tensors_and_no_views_of_parts(monkeypatch):
     """Inductor makes a tensor of each argument, and of a view one that has nothing behind it."""
     from stof_compile.kernels import attention_blockwise

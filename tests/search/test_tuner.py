@@ -173,7 +173,7 @@ def test_an_op_without_neighbours_is_compared_with_the_library(capture, monkeypa
     assert none.asked == []
 
 
-def test_contenders_are_of_every_template_first(mlp, monkeypatch):
+def test_contenders_are_the_best_two_and_then_of_every_template(mlp, monkeypatch):
     graph, chain = mlp
     kinds = [candidate_of(name, {"warps": w}) for name in ("one", "two") for w in (1, 2, 4)]
     times = {c: 9.0 + i / 10 for i, c in enumerate(kinds)}
@@ -192,9 +192,9 @@ def test_contenders_are_of_every_template_first(mlp, monkeypatch):
     for candidate in segments._candidates(place):
         segments.measured(place, candidate)
     library = Candidate(LIBRARY)
-    assert segments.contenders(place, 1.15, 5) == [kinds[0], kinds[3], library, *kinds[1:3]]
-    assert segments.contenders(place, 1.15, 2) == [kinds[0], kinds[3]]
-    assert segments.contenders(place, 1.12, 9) == [kinds[0], kinds[3], *kinds[1:3], *kinds[4:]]
+    assert segments.contenders(place, 1.15, 5) == [*kinds[:2], kinds[3], library, kinds[2]]
+    assert segments.contenders(place, 1.15, 3) == [*kinds[:2], kinds[3]]
+    assert segments.contenders(place, 1.12, 9) == [*kinds[:2], kinds[3], kinds[2], *kinds[4:]]
 
 
 def test_what_failed_is_no_contender(mlp, monkeypatch):
