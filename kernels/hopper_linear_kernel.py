@@ -87,6 +87,8 @@ def finish_every_second_tile(
     step = FIRST * k_steps
     use = 0
     programs = gl.num_programs(0)
+    # once: the first product of a tile does not read it
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, sums)
     for tile in range(gl.program_id(0) + FIRST * programs, tiles_m * tiles_n, 2 * programs):
         m, n = tile_place(tile, tiles_m, tiles_n, group_m)
         if HAS_BIAS or HAS_RESIDUAL:
@@ -102,7 +104,6 @@ def finish_every_second_tile(
                     tma_load(bias_desc, [0, column], ready, bias_buf)
                 if HAS_RESIDUAL:
                     tma_load(residual_desc, [m * BLOCK_M, column], ready, out_buf)
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, sums)
         # -- product: nobody has to be waited for at the very first tile --------------------------
         mbarrier.wait(turn, (use & 1) ^ (1 - FIRST))
         for k in range(0, k_steps):
@@ -111,7 +112,7 @@ def finish_every_second_tile(
             w_tile = w_bufs.index(stage)
             if not WEIGHT_KN:
                 w_tile = w_tile.permute((1, 0))
-            acc = warpgroup_mma(x_bufs.index(stage), w_tile, acc, is_async=True)
+            acc = warpgroup_mma(x_bufs.index(stage), w_tile, acc, use_acc=k > 0, is_async=True)
             # one product stays in flight; the tiles of the one before are free
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
