@@ -8,7 +8,7 @@ import torch
 
 from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.functional import default_kernel
-from stof_compile.attention.problem import PACKED_SHARES, AttentionProblem
+from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 
 if TYPE_CHECKING:
@@ -71,12 +71,11 @@ def _tile_area(problem: AttentionProblem, tile: tuple[int, int]) -> int:
 def packs_well(problem: AttentionProblem, config: tuple[int, ...]) -> bool:
     """Whether a GPU's gathering kernel is worth timing: where the packed columns hold much less
     than the tiles of a block-wise kernel do."""
-    share = next((s for rows, s in PACKED_SHARES.items() if config[0] <= rows), PACKED_SHARES[64])
-    if not problem.may_pack(share):
+    if not problem.may_pack(config[0]):
         return False
     mask = problem.block_mask((config[0], config[1]))
     area = mask.block_q * mask.block_k
-    return mask.packed_tiles // max(1, mask.planes) * area <= share * problem.touched_scores
+    return mask.packed_tiles // max(1, mask.planes) * area <= problem.packed_limit(config[0])
 
 
 def _tile_density(problem: AttentionProblem) -> float:

@@ -25,6 +25,7 @@ tiles of 16 and 32 rows took 3.1 and 2.6 times what one of the block-wise kernel
 (BigBird, 8 x 512). Tiles of 64 rows with 0.27 and 0.15 of the scores took 0.9 and 0.5 of that
 kernel's tile floor (a fixed mask, 2,048 and 4,096): some 2 times as much for a score, if it reaches
 60 % of the floor. A tenth more than breaks even is timed."""
+MOST_LOW_TILES = 2**26  # of a mask in tiles of fewer than 64 rows: more would take long to list
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -168,23 +169,29 @@ class AttentionProblem:
         tiles = mask.col_idx.numel() // max(1, mask.planes)
         return tiles * 64 * min(64, max(16, 1 << (self.q_len - 1).bit_length()))
 
-    def may_pack(self, share: float) -> bool:
-        """Whether a gathering kernel for GPUs could have so few scores, as a share of the touched
-        ones; no number of packed columns is asked for."""
+    def may_pack(self, rows: int) -> bool:
+        """Whether a gathering kernel for GPUs with tiles of so many rows may have few enough
+        scores (``PACKED_SHARES``); only tiles of 64 x 64 are looked at."""
         if self.training or self.fp8 or self.spec is None:
             return False
         mask = self.block_mask((64, 64))
         if mask.is_band or not mask.has_part:  # columns are side by side already
             return False
-        return mask.density * self.q_len * self.k_len <= share * self.touched_scores
+        if rows < 64 and mask.col_idx.numel() * 64 // rows > MOST_LOW_TILES:
+            return False
+        return mask.density * self.q_len * self.k_len <= self.packed_limit(rows)
+
+    def packed_limit(self, rows: int) -> float:
+        """Scores of one head in packed tiles of so many rows up to which they are worth timing."""
+        share = next((s for edge, s in PACKED_SHARES.items() if rows <= edge), PACKED_SHARES[64])
+        return share * self.touched_scores
 
     def _packed(self) -> list[int]:
         """Packed tiles of the sizes whose number decides whether columns are gathered on a GPU."""
-        return [
-            self.block_mask((rows, 64)).packed_tiles
-            for rows, share in PACKED_SHARES.items()
-            if self.device.type == "cuda" and self.may_pack(share)
-        ]
+        if self.device.type != "cuda":
+            return []
+        sizes = [rows for rows in PACKED_SHARES if self.may_pack(rows)]
+        return [self.block_mask((rows, 64)).packed_tiles for rows in sizes]
 
     @cached_property
     def key(self) -> str:
