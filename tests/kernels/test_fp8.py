@@ -336,7 +336,7 @@ def test_attention_operator_passes_opcheck(e4m3):
         ({"q": lambda q: q.float()}, "e4m3"),
         ({"q_scale": lambda s: s.double()}, "scale of q"),
         ({"k_scale": lambda s: s[:, :1]}, "scale of k"),
-        ({"config": lambda c: [16, 16]}, "32 keys"),
+        ({"config": lambda c: [16, 16]}, "32 to 128 keys"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
