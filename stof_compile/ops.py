@@ -82,13 +82,8 @@ def attention_rule(
 
         operator = torch.ops.stof.attention_cpu
         config = [32, 32] if kernel == "flex" else list(default_block(q.dtype))
-
-    def in_tiles(tile: tuple[int, int]) -> BlockMask:
-        return cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
-
-    block_mask = in_tiles((config[0], config[1]))
-    if kernel == "auto" and q.is_cuda and (found := gathered(block_mask, q, v.shape[3], in_tiles)):
-        operator, block_mask, config = torch.ops.stof.attention_gather, found[0], list(found[1])
+    tile = (config[0], config[1])
+    block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
     arrays = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
     if operator in (torch.ops.stof.attention_block, torch.ops.stof.attention_fp8):
         config = with_heavy_rows(config, block_mask, batch * heads)
@@ -320,34 +315,6 @@ def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple
             "or sdpa"
         )
     return operators[kernel], list(first_gpu_config(kernel, q, value_dim, plain))
-
-
-GATHER_BELOW = 0.3
-"""Scores in packed tiles, as a share of those in touched ones, up to which a GPU gathers columns
-where nothing was measured: a score takes it some twice as long (``attention/problem.py``)."""
-
-
-def gathered(
-    block_mask: BlockMask, q: Tensor, value_dim: int, at: Callable[[tuple[int, int]], BlockMask]
-) -> tuple[BlockMask, tuple[int, ...]] | None:
-    """Block mask and config of the gathering kernel where it is taken unmeasured, else None.
-
-    Args:
-        block_mask: in the tiles of the block-wise kernel. q: [batch, heads, q_len, head_dim] on a
-            GPU. value_dim: of v. at: the same mask in other tiles.
-    """
-    if q.shape[2] < 64 or block_mask.is_band or not block_mask.has_part:
-        return None
-    most = GATHER_BELOW * block_mask.col_idx.numel() * block_mask.block_q * block_mask.block_k
-    elements = block_mask.planes * block_mask.q_len * block_mask.k_len
-    if block_mask.density * elements > most:
-        return None
-    try:
-        config = first_gpu_config("gather", q, value_dim, False)
-    except StofUnsupportedError:  # no config for these head dims
-        return None
-    packed = at((config[0], config[1]))
-    return (packed, config) if packed.packed_tiles * config[0] * config[1] <= most else None
 
 
 def first_gpu_config(

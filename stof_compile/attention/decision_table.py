@@ -10,7 +10,6 @@ from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.functional import default_kernel
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
-from stof_compile.ops import GATHER_BELOW
 
 if TYPE_CHECKING:
     from stof_compile.kernels.attention_cpu import CpuKernel
@@ -51,13 +50,6 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
         dtype=problem.q.dtype,
         softcap=problem.softcap,
     )
-    if problem.device.type == "cuda" and problem.q_len >= 64 and problem.may_pack(64):
-        for config in plausible_configs(problem, "gather")[:1]:
-            packed = problem.block_mask((config[0], config[1]))
-            share = packed.packed_tiles * config[0] * config[1]
-            share /= max(1, packed.planes * problem.touched_scores)
-            if share <= GATHER_BELOW:
-                return "gather", config, f"packed columns leave {share:.0%} of the scores in tiles"
     configs = plausible_configs(problem, kernel)
     if configs:
         return kernel, configs[0], f"{density:.0%} of the tiles are touched"

@@ -81,8 +81,8 @@ def sparse_attention(
     Works eagerly and inside ``torch.compile`` of any backend without a graph break;
     ``backend="stof"`` treats the call as an attention site. Eagerly the kernel is chosen by the
     part of the mask's tiles that are touched: up to 60 % (half types on the CPU: 45 %) the sparse
-    kernel of the device (CUDA: block-wise, CPU: gather), above it SDPA; on CUDA, without
-    gradients, scattered columns are gathered. `attention_kernel` overrides that.
+    kernel of the device (CUDA: block-wise, CPU: gather), above it SDPA; `attention_kernel`
+    overrides that.
 
     Args:
         q: [batch, heads, q_len, head_dim], any strides.
@@ -216,12 +216,6 @@ def _attend(
         kernel = default_kernel(
             device, touched, q.shape[2], dtype=q.dtype, softcap=softcap, return_lse=return_lse
         )
-    if forced is None and device == "cuda" and not _records(q, k, v, bias):
-        found = stof_compile.ops.gathered(
-            block_mask, q, v.shape[3], lambda tile: _block_mask(spec, q, k, tile)
-        )
-        if found is not None:
-            kernel, (block_mask, config) = "gather", found
     if kernel == "sdpa" and device == "cuda":
         if return_lse:
             raise StofUnsupportedError(
@@ -252,11 +246,6 @@ def _attend(
         *more,
     )
     return out, lse
-
-
-def _records(*operands: Tensor | None) -> bool:
-    """Whether gradients are recorded."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
 def _block_mask(spec: MaskSpec, q: Tensor, k: Tensor, tile: tuple[int, int]) -> BlockMask:

@@ -14,13 +14,10 @@ from close import assert_close
 from stof_compile import masks
 from stof_compile.attention import select
 from stof_compile.attention.call import _bind_sparse
-from stof_compile.attention.decision_table import decide, packs_well
+from stof_compile.attention.decision_table import packs_well
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
-from stof_compile.budget import Budget
 from stof_compile.masks.bitmap import unpack
-from stof_compile.ops import attention_rule, gathered
-from stof_compile.options import StofOptions
-from stof_compile.plan import AttentionPlan
+from stof_compile.ops import attention_rule
 
 
 def scattered(length, every=7):
@@ -223,41 +220,6 @@ def test_gathering_is_timed_where_columns_are_scattered():
     assert worth(masks.from_tensor(keep), (16, 64)) and not worth(masks.from_tensor(keep))
 
 
-@pytest.fixture
-def as_if_on_hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
-
-def test_it_is_taken_unmeasured_where_little_is_left(as_if_on_hopper):
-    """Eagerly and by a rule's operator: few scores in packed tiles, tall enough ones."""
-    columns = masks.rule(lambda b, h, q, k: k % 64 == 5)
-
-    def found(spec, q_len=256, k_len=1024, head_dim=64):
-        def at(tile):
-            return masks.build_block_mask(spec, q_len, k_len, tile)
-
-        q = torch.empty(1, 2, q_len, head_dim, dtype=torch.float16)
-        return gathered(at((64, 64)), q, head_dim, at)
-
-    mask, config = found(columns)
-    assert config[:2] == (mask.block_q, mask.block_k) == (64, 64) and mask.packed_tiles == 4
-    assert found(masks.fixed(128, 1), 2048, 2048) is not None
-    others = (masks.dilated(16, 64), masks.bigbird(22, 22, 0.1), masks.causal(), masks.dense())
-    assert not any(found(spec, 512, 512) for spec in others)
-    assert found(columns, 32) is None and found(columns, head_dim=512) is None
-
-
-def test_the_decision_table_has_it(as_if_on_hopper, on_host):
-    columns = masks.rule(lambda b, h, q, k: k % 64 == 5)
-    kernel, config, reason = decide(on_host(columns))  # SDPA else: all tiles are touched
-    assert kernel == "gather" and config[:2] == (64, 64) and "6% of the scores" in reason
-    assert decide(on_host(masks.dilated(16, 64)))[0] != "gather"
-    assert decide(on_host(columns, training=True))[0] == "sdpa"
-    assert select.choose(on_host(columns), StofOptions(tune_budget_s=0), None, Budget(0)) == (
-        AttentionPlan("gather", config, "table", reason)
-    )
-
-
 @pytest.mark.parametrize("q_len", [1, 4, 16, 40])
 def test_few_queries_are_compared_with_tiles_of_as_few(q_len):
     keep = torch.rand(q_len, 1024, generator=torch.Generator().manual_seed(0)) < 0.9
@@ -271,25 +233,18 @@ def test_few_queries_are_compared_with_tiles_of_as_few(q_len):
     assert not any(packs_well(asked, (rows, 64)) for rows in (16, 32, 64))
 
 
-@pytest.fixture
-def on_host(monkeypatch):
-    """Problems of a GPU, of 1,024 tokens, whose masks are evaluated here."""
+def test_keys_tell_masks_apart_that_pack_differently(monkeypatch):
+    """Their tiles are alike, one column here and one for each row there."""
 
-    def block_mask(self, tile):
+    def on_host(self, tile):
         return masks.build_block_mask(self.spec, self.q_len, self.k_len, tile)
 
-    monkeypatch.setattr(AttentionProblem, "block_mask", block_mask)
+    monkeypatch.setattr(AttentionProblem, "block_mask", on_host)
     meta = TensorMeta((1, 2, 1024, 64), (2 * 1024 * 64, 64, 128, 1), torch.float16)
 
     def asked(spec, **facts):
         return AttentionProblem(meta, meta, meta, spec, 0, torch.device("cuda"), 0.125, **facts)
 
-    return asked
-
-
-def test_keys_tell_masks_apart_that_pack_differently(on_host):
-    """Their tiles are alike, one column here and one for each row there."""
-    asked = on_host
     columns = masks.rule(lambda b, h, q, k: k % 64 == 5)
     one, two = asked(masks.dilated(16, 64)), asked(columns)
     assert one.statistics == two.statistics and one.key != two.key
@@ -445,32 +400,3 @@ def test_gathered_keys_are_loaded_ahead():
     text = found.asm["ttgir"]
     assert "async_copy_global_to_local" in text and "warp_group_dot" in text
     assert needs(found, 90).registers <= 128  # four programs share a multiprocessor
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["eager", "rule"])
-def test_scattered_columns_are_gathered_unmeasured_on_a_gpu(way, monkeypatch, fresh_dynamo):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    import stof_compile
-
-    taken = []
-
-    def spied(*given):
-        taken.append(gathered(*given))
-        return taken[-1]
-
-    monkeypatch.setattr(stof_compile.ops, "gathered", spied)
-    q, k, v = (torch.randn(1, 2, 700, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    columns = masks.rule(lambda b, h, q, k: k % 64 == 5)
-
-    def call(q, k, v):
-        return stof_compile.sparse_attention(q, k, v, columns)
-
-    with torch.no_grad():
-        out = (call if way == "eager" else torch.compile(call, backend="eager"))(q, k, v)
-    assert len(taken) == 1 and taken[0] is not None
-    keep = masks.build_block_mask(columns, 700, 700, 64).to_dense().cuda()
-    from stof_compile.kernels.reference import attention_reference
-
-    assert_close(out, attention_reference(q.double(), k.double(), v.double(), keep), q.dtype)
