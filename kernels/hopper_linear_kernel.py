@@ -87,8 +87,6 @@ def finish_every_second_tile(
     step = FIRST * k_steps
     use = 0
     programs = gl.num_programs(0)
-    # once: the first product of a tile does not read it
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, sums)
     for tile in range(gl.program_id(0) + FIRST * programs, tiles_m * tiles_n, 2 * programs):
         m, n = tile_place(tile, tiles_m, tiles_n, group_m)
         if HAS_BIAS or HAS_RESIDUAL:
@@ -106,16 +104,26 @@ def finish_every_second_tile(
                     tma_load(residual_desc, [m * BLOCK_M, column], ready, out_buf)
         # -- product: nobody has to be waited for at the very first tile --------------------------
         mbarrier.wait(turn, (use & 1) ^ (1 - FIRST))
-        for k in range(0, k_steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        w_tile = w_bufs.index(stage)
+        if not WEIGHT_KN:
+            w_tile = w_tile.permute((1, 0))
+        # the first product starts the sums: of a constant no register is set
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, sums)
+        acc = warpgroup_mma(x_bufs.index(stage), w_tile, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))  # for nothing yet
+        step += 1
+        for _ in range(1, k_steps):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             w_tile = w_bufs.index(stage)
             if not WEIGHT_KN:
                 w_tile = w_tile.permute((1, 0))
-            acc = warpgroup_mma(x_bufs.index(stage), w_tile, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma(x_bufs.index(stage), w_tile, acc, is_async=True)
             # one product stays in flight; the tiles of the one before are free
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
             step += 1
         mbarrier.arrive(turn_of_other, count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))

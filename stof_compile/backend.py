@@ -180,9 +180,7 @@ def _fastest(
 
     names = ["fused", "attention only"]  # in the order in which they are tried while there is time
     # else the user's choice would be undone
-    rounded = opts.fp8 and any(
-        n.target is torch.ops.stof.attention_fp8.default for n in outcome.gm.graph.nodes
-    )
+    rounded = any(n.target is torch.ops.stof.attention_fp8.default for n in outcome.gm.graph.nodes)
     if opts.attention == "auto" and not opts.strict and not rounded:
         names.insert(1, AS_TORCH)
     store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))

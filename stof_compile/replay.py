@@ -170,12 +170,12 @@ def _capture(
         for _ in range(turns):
             for inputs in input_sets:
                 fn(*inputs)
-    except KeyboardInterrupt:  # stays what it is, where the end of what it broke fails as well
-        with suppress(RuntimeError):
-            graph.capture_end()
-        raise
     except Exception:
         graph.capture_end()
+        raise
+    except BaseException:  # Ctrl-C stays what it is, where the end of what it broke fails as well
+        with suppress(RuntimeError):
+            graph.capture_end()
         raise
     graph.capture_end()
     graph.replay()

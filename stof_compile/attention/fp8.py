@@ -26,11 +26,12 @@ def fp8_obstacle(problem: AttentionProblem, attention: str) -> str:
     Args:
         attention: the option of that name.
     """
-    if attention not in ("auto", KERNEL):
-        return f"attention={attention!r} takes kernels that have no e4m3 form; give auto or block"
     if problem.training:
         return "gradients are recorded, and it has none"
-    return refusal_on(problem.device, problem.q.dtype, problem.head_dim, problem.v.shape[3])
+    refusal = refusal_on(problem.device, problem.q.dtype, problem.head_dim, problem.v.shape[3])
+    if not refusal and attention not in ("auto", KERNEL):
+        return f"attention={attention!r} takes kernels that have no e4m3 form; give auto or block"
+    return refusal
 
 
 def refuse_fp8(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, forced: str | None) -> None:

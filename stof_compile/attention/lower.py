@@ -274,8 +274,11 @@ def _lower_nested(
             problem = attention_problem(nested.site, parts, nested.spec, nested.offset, ctx.facts)
             if nested.fp8 and (obstacle := fp8_obstacle(problem, ctx.options.attention)):
                 raise StofUnsupportedError(f"sparse_attention: fp8 cannot be used: {obstacle}")
-            fp8 = ctx.options.fp8 or nested.fp8
-            problem, choice = _chosen(problem, fp8, ctx, report)
+            if nested.fp8:
+                problem = replace(problem, fp8=True)
+                choice = _choice(problem, ctx, report)
+            else:
+                problem, choice = _chosen(problem, ctx.options.fp8, ctx, report)
             try:
                 call = _bound(problem, choice, ctx)
             except StofUnsupportedError as refusal:

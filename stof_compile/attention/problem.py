@@ -25,7 +25,7 @@ tiles of 16 and 32 rows took 3.1 and 2.6 times what one of the block-wise kernel
 (BigBird, 8 x 512). Tiles of 64 rows with 0.27 and 0.15 of the scores took 0.9 and 0.5 of that
 kernel's tile floor (a fixed mask, 2,048 and 4,096): some 2 times as much for a score, if it reaches
 60 % of the floor. A tenth more than breaks even is timed."""
-MOST_LOW_TILES = 2**26  # of a mask in tiles of fewer than 64 rows: more would take long to list
+MOST_TILES = 2**25  # of a mask that is gathered: the kernel numbers packed columns in 31 bits
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -177,7 +177,7 @@ class AttentionProblem:
         mask = self.block_mask((64, 64))
         if mask.is_band or not mask.has_part:  # columns are side by side already
             return False
-        if rows < 64 and mask.col_idx.numel() * 64 // rows > MOST_LOW_TILES:
+        if mask.col_idx.numel() * 64 // min(rows, 64) > MOST_TILES:
             return False
         return mask.density * self.q_len * self.k_len <= self.packed_limit(rows)
 
@@ -185,13 +185,6 @@ class AttentionProblem:
         """Scores of one head in packed tiles of so many rows up to which they are worth timing."""
         share = next((s for edge, s in PACKED_SHARES.items() if rows <= edge), PACKED_SHARES[64])
         return share * self.touched_scores
-
-    def _packed(self) -> list[int]:
-        """Packed tiles of the sizes whose number decides whether columns are gathered on a GPU."""
-        if self.device.type != "cuda":
-            return []
-        sizes = [rows for rows in PACKED_SHARES if self.may_pack(rows)]
-        return [self.block_mask((rows, 64)).packed_tiles for rows in sizes]
 
     @cached_property
     def key(self) -> str:
@@ -217,8 +210,9 @@ class AttentionProblem:
         }
         if self.fp8:
             body["fp8"] = True
-        if packed := self._packed():  # masks with equal statistics may have very different ones
-            body["packed"] = packed
+        if self.device.type == "cuda" and self.may_pack(64):
+            # masks with equal statistics may have very different ones; of this size it costs little
+            body["packed"] = self.block_mask((64, 64)).packed_tiles
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:24]
 
     def describe(self) -> str:

@@ -251,7 +251,7 @@ def test_keys_tell_masks_apart_that_pack_differently(monkeypatch):
     assert not packs_well(one, (64, 64)) and packs_well(two, (64, 64))
     # where nothing can be gathered the numbers are not asked for
     one, two = (asked(spec, training=True) for spec in (masks.dilated(16, 64), columns))
-    assert one.key == two.key and asked(masks.sliding_window(30))._packed() == []
+    assert one.key == two.key
 
 
 @pytest.mark.interpreter
