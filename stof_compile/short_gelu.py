@@ -10,8 +10,8 @@ distribution is enough. With a = |x|
 and C3 = C4 = 0 for fp16. A GPU computes the powers of two in a unit of their own, beside ordinary
 arithmetic, so the power within Q replaces powers of a, of which a polynomial as good has three
 more (degree 6, or 9 for bf16). Before it is rounded the result is off by at most 0.08 units in the
-last place of fp16 (so by 4e-5 of its size up to a = 3, by up to 5e-3 at 5.5, where fp16 has one
-bit or two left) and by 0.03 of bf16 (1.1e-4), but for a GPU's powers of two below 2 ** -126, which
+last place of fp16 (so by 4e-5 of its size up to a = 3, by 3e-3 at 5.5, where fp16 has one
+bit or two left) and by 0.03 of bf16 (1.3e-4), but for a GPU's powers of two below 2 ** -126, which
 are 0: GELU of -13 is 8e-38. GELU(x) is
 max(x, 0) - a * 2 ** Q(a) with a no larger than 13 (16 for bf16), rounded: at most one unit in the
 last place from the exact value. At 13 less than 1e-33 is left, which stays nothing where what
