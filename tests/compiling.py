@@ -142,7 +142,7 @@ def compile_gluon(
 
     Args:
         descriptors: type of each TMA descriptor argument, ``tensordesc<...>``.
-        maxnreg: registers of a thread at the start.
+        maxnreg: registers of a thread at the start. dtype: Triton's name of that of the matrices.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -165,8 +165,9 @@ def compile_descriptors(
     constants: dict[str, Any],
     num_warps: int,
     maxnreg: int,
+    dtype: str = "fp16",
 ) -> Any:
-    """Compile a Gluon kernel over fp16 matrices for an sm number.
+    """Compile a Gluon kernel over matrices for an sm number.
 
     Args:
         blocks: (rows, columns, layout) of the block of each TMA descriptor argument.
@@ -178,7 +179,7 @@ def compile_descriptors(
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
     for name, (rows, columns, layout) in blocks.items():
-        signature[name] = f"tensordesc<fp16[{rows},{columns}],{layout!r}>"
+        signature[name] = f"tensordesc<{dtype}[{rows},{columns}],{layout!r}>"
     signature |= pointers
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs={})

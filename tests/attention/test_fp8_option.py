@@ -250,6 +250,15 @@ def test_where_no_candidate_is_right_the_site_keeps_its_kernel(
     (site,) = explain(fast).sites
     assert site.choice.kernel == "gather" and "output differs" in site.notes[1]
 
+    def call(q):  # as sparse_attention(..., fp8=True) traces on a GPU: it asks by itself
+        rule = list(WINDOW.tensors()), WINDOW.to_json()
+        given = None, None, None, 0.25, 0.0, 0, "fp8", False
+        return torch.ops.stof.attention_rule(q, q, q, *rule, *given)[0]
+
+    options = {"tune_budget_s": 60.0, "fusion": "off"}
+    with pytest.raises(StofUnsupportedError, match="no e4m3 candidate runs"):
+        torch.compile(call, backend="stof", options=options)(q)
+
 
 # -- the function ---------------------------------------------------------------------------------
 

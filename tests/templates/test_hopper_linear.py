@@ -175,16 +175,20 @@ def test_compiled_and_not_a_number():
 
 @pytest.mark.compile_only
 @pytest.mark.parametrize(
-    ("block_m", "block_n", "stages", "activation", "residual", "kn"),
+    ("block_m", "block_n", "stages", "activation", "residual", "kn", "bias", "dtype"),
     [
-        (128, 128, 5, "gelu", False, False),
-        (128, 128, 5, "gelu_tanh", True, False),
-        (128, 128, 5, "", True, True),
-        (64, 256, 4, "gelu", True, False),
-        (64, 128, 6, "silu", True, False),
+        (128, 128, 5, "gelu", False, False, True, "fp16"),
+        (128, 128, 5, "gelu", False, False, False, "bf16"),
+        (128, 128, 5, "gelu", True, False, True, "bf16"),
+        (128, 128, 5, "gelu_tanh", True, False, True, "fp16"),
+        (128, 128, 5, "", True, True, True, "fp16"),
+        (64, 256, 4, "gelu", True, False, True, "fp16"),
+        (64, 128, 6, "silu", True, False, True, "fp16"),
     ],
 )
-def test_it_compiles_without_spills(block_m, block_n, stages, activation, residual, kn):
+def test_it_compiles_without_spills(
+    block_m, block_n, stages, activation, residual, kn, bias, dtype
+):
     pytest.importorskip("triton")
     from compiling import compile_descriptors, needs
     from stof_compile.kernels.hopper_linear import CONSUMER_REGISTERS, REGISTERS
@@ -202,9 +206,11 @@ def test_it_compiles_without_spills(block_m, block_n, stages, activation, residu
     }
     constants = {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "STAGES": stages,
-        "ACTIVATION": activation, "HAS_BIAS": True, "HAS_RESIDUAL": residual, "WEIGHT_KN": kn,
+        "ACTIVATION": activation, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "WEIGHT_KN": kn,
         "REGISTERS": CONSUMER_REGISTERS,
     }  # fmt: skip
-    compiled = compile_descriptors(hopper_linear_kernel, 90, blocks, {}, constants, 4, REGISTERS)
+    compiled = compile_descriptors(
+        hopper_linear_kernel, 90, blocks, {}, constants, 4, REGISTERS, dtype
+    )
     found = needs(compiled, 90)
     assert found.spill_bytes == 0 and found.shared_bytes <= 232448
