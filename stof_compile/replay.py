@@ -170,7 +170,7 @@ def _capture(
         for _ in range(turns):
             for inputs in input_sets:
                 fn(*inputs)
-    except Exception:
+    except Exception:  # goes on as it came, or as what the end of an invalid capture raises
         graph.capture_end()
         raise
     except BaseException:  # Ctrl-C stays what it is, where the end of what it broke fails as well

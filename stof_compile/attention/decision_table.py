@@ -186,13 +186,3 @@ def _cpu(problem: AttentionProblem) -> tuple[CpuKernel, ...]:
         has_bias=problem.bias is not None,
         return_lse=False,
     )
-
-
-def family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
-    """What decides most of a candidate's time: the kernel and its tile sizes."""
-    if kernel != "block":
-        return (kernel, *config[:2])
-    from stof_compile.kernels.attention_blockwise import BlockConfig
-
-    how = BlockConfig(*config)
-    return (kernel, how.block_q, how.block_k, bool(how.hopper))

@@ -19,12 +19,7 @@ import torch
 
 from stof_compile.attention.agree import agree
 from stof_compile.attention.call import CUDNN
-from stof_compile.attention.decision_table import (
-    decide,
-    family,
-    packs_well,
-    plausible_configs,
-)
+from stof_compile.attention.decision_table import decide, packs_well, plausible_configs
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.trial import compile_together, measure_candidate
 from stof_compile.budget import Budget
@@ -215,9 +210,7 @@ def _choose_by_measuring(
         for kernel in KERNELS[problem.device.type]
         if kernel != "row" or _few_keys(problem)
         for config in plausible_configs(problem, kernel)
-        if kernel != "gather"
-        or problem.device.type == "cpu"
-        or (not problem.training and budget.left > 0 and packs_well(problem, config))
+        if kernel != "gather" or problem.device.type == "cpu" or packs_well(problem, config)
     ]
     # the table's choice first: what is measured before the budget ends must contain the likely
     # winner
@@ -242,8 +235,8 @@ def _choose_by_measuring(
                 found = measure_candidate(problem, kernel, config, generator)
                 results.append(found)
                 if found.median_us is not None:
-                    of = family(kernel, config)
-                    best_us[of] = min(found.median_us, best_us.get(of, math.inf))
+                    family = _family(kernel, config)
+                    best_us[family] = min(found.median_us, best_us.get(family, math.inf))
                 continue
             results.append(Candidate(kernel, config, "predicted", reason=reason))
     measured = [c for c in results if c.status == "measured" and c.median_us is not None]
@@ -281,9 +274,19 @@ def _choose_by_measuring(
     return plan
 
 
+def _family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
+    """What decides most of a candidate's time: the kernel and its tile sizes."""
+    if kernel != "block":
+        return (kernel, *config[:2])
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    how = BlockConfig(*config)
+    return (kernel, how.block_q, how.block_k, bool(how.hopper))
+
+
 def _ratio(best_us: dict[tuple[object, ...], float], kernel: str, config: tuple[int, ...]) -> float:
     """How many times slower a candidate's family is than the best; 0 while nothing is known."""
-    known = best_us.get(family(kernel, config))
+    known = best_us.get(_family(kernel, config))
     return 0.0 if known is None else known / min(best_us.values())
 
 
@@ -293,7 +296,7 @@ def _first_of_families(
     """The first candidate of each family."""
     firsts: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
     for candidate in candidates:
-        firsts.setdefault(family(*candidate), candidate)
+        firsts.setdefault(_family(*candidate), candidate)
     return list(firsts.values())
 
 

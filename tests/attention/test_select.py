@@ -5,6 +5,7 @@ import torch
 
 from stof_compile import masks
 from stof_compile.attention import select
+from stof_compile.attention.decision_table import packs_well
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.select import choose, paper_choice
 from stof_compile.budget import Budget
@@ -205,3 +206,40 @@ def test_the_gate_counts_rows_from_the_offset():
     held = AttentionProblem(queries, keys, keys, spec, 32, torch.device("cpu"), 0.25)
     generator = torch.Generator().manual_seed(0)
     assert select.measure_candidate(held, "sdpa", (), generator).status == "measured"
+
+
+# -- gathering on a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 16, 40])
+def test_few_queries_are_compared_with_tiles_of_as_few(q_len):
+    keep = torch.rand(q_len, 1024, generator=torch.Generator().manual_seed(0)) < 0.9
+    query, key = (
+        TensorMeta((1, 2, length, 16), (2 * length * 16, 16, 32, 1), torch.float32)
+        for length in (q_len, 1024)
+    )
+    asked = AttentionProblem(
+        query, key, key, masks.from_tensor(keep), 0, torch.device("cpu"), 0.125
+    )
+    assert not any(packs_well(asked, (rows, 64)) for rows in (16, 32, 64))
+
+
+def test_keys_tell_masks_apart_that_pack_differently(monkeypatch):
+    """Their tiles are alike, one column here and one for each row there."""
+
+    def on_host(self, tile):
+        return masks.build_block_mask(self.spec, self.q_len, self.k_len, tile)
+
+    monkeypatch.setattr(AttentionProblem, "block_mask", on_host)
+    meta = TensorMeta((1, 2, 1024, 64), (2 * 1024 * 64, 64, 128, 1), torch.float16)
+
+    def asked(spec, **facts):
+        return AttentionProblem(meta, meta, meta, spec, 0, torch.device("cuda"), 0.125, **facts)
+
+    columns = masks.rule(lambda b, h, q, k: k % 64 == 5)
+    one, two = asked(masks.dilated(16, 64)), asked(columns)
+    assert one.statistics == two.statistics and one.key != two.key
+    assert not packs_well(one, (64, 64)) and packs_well(two, (64, 64))
+    # where nothing can be gathered the numbers are not asked for
+    one, two = (asked(spec, training=True) for spec in (masks.dilated(16, 64), columns))
+    assert one.key == two.key

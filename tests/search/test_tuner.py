@@ -83,6 +83,13 @@ def tuned(graph, chain, store=None, seconds=1000.0, legality=None, **bench):
     return tuner.choose(), fake, ctx
 
 
+def segments_of(graph, chain):
+    fake = FakeBench(TrialTable(None), [0.0])
+    fake.budget = Budget(1000.0, clock=lambda: 0.0)
+    ctx = TuningContext(fake, fake.budget, 1000.0)
+    return ChainTuner(graph.gm, chain, lambda a, b: None, ctx)._segments
+
+
 @pytest.fixture
 def mlp(bert):
     """The chain of BERT's feed-forward part, with its graph."""
@@ -174,7 +181,6 @@ def test_an_op_without_neighbours_is_compared_with_the_library(capture, monkeypa
 
 
 def test_contenders_are_the_best_two_and_then_of_every_template(mlp, monkeypatch):
-    graph, chain = mlp
     kinds = [candidate_of(name, {"warps": w}) for name in ("one", "two") for w in (1, 2, 4)]
     times = {c: 9.0 + i / 10 for i, c in enumerate(kinds)}
     monkeypatch.setattr(FakeBench, "candidates", lambda self, recipe: kinds)
@@ -184,10 +190,7 @@ def test_contenders_are_the_best_two_and_then_of_every_template(mlp, monkeypatch
         return Timing(us, us, us, 3, "clock")
 
     monkeypatch.setattr(FakeBench, "time", time)
-    fake = FakeBench(TrialTable(None), [0.0])
-    fake.budget = Budget(1000.0, clock=lambda: 0.0)
-    ctx = TuningContext(fake, fake.budget, 1000.0)
-    segments = ChainTuner(graph.gm, chain, lambda a, b: None, ctx)._segments
+    segments = segments_of(*mlp)
     place = (0, 1)
     for candidate in segments._candidates(place):
         segments.measured(place, candidate)
@@ -198,16 +201,11 @@ def test_contenders_are_the_best_two_and_then_of_every_template(mlp, monkeypatch
 
 
 def test_what_failed_is_no_contender(mlp, monkeypatch):
-    graph, chain = mlp
-
     def time(self, recipe, candidate):
         raise RuntimeError("does not fit")
 
     monkeypatch.setattr(FakeBench, "time", time)
-    fake = FakeBench(TrialTable(None), [0.0])
-    fake.budget = Budget(1000.0, clock=lambda: 0.0)
-    ctx = TuningContext(fake, fake.budget, 1000.0)
-    segments = ChainTuner(graph.gm, chain, lambda a, b: None, ctx)._segments
+    segments = segments_of(*mlp)
     place = (3, 5)
     assert {segments.measured(place, c) for c in segments._candidates(place)} == {float("inf")}
     assert segments.contenders(place, 1.15, 4) == []
