@@ -218,23 +218,18 @@ def _gelu(v, DTYPE: tl.constexpr):
     """
     if DTYPE == tl.float16:  # noqa: SIM300  (a constexpr, no constant)
         a = tl.minimum(tl.abs(v), 13.0)
-        q = a * 2.4037273e-5 - 6.2941879e-4
-        q = q * a + 7.3175825e-3
-        q = q * a - 0.051570752
-        q = q * a - 0.46068893
-        q = q * a - 1.1505447
-        return _from_tail(v, a, q * a - 1.0)
+        w = tl.exp2(a * -0.9528983)
+        q = a * -0.70441617 - 0.40767052
+        q = q * a - 2.1252787
+        return _from_tail(v, a, w * 1.1252787 + q)
     elif DTYPE == tl.bfloat16:  # noqa: SIM300  (a constexpr, no constant)
         a = tl.minimum(tl.abs(v), 16.0)
-        q = a * -2.1911338e-9 + 1.5587791e-7
-        q = q * a - 4.8776738e-6
-        q = q * a + 8.8966007e-5
-        q = q * a - 1.0607141e-3
-        q = q * a + 8.8414437e-3
-        q = q * a - 0.054387882
-        q = q * a - 0.45824954
-        q = q * a - 1.1512574
-        return _from_tail(v, a, q * a - 1.0)
+        w = tl.exp2(a * -1.0188546)
+        q = a * 3.1196137e-5 - 1.6298482e-3
+        q = q * a - 0.68464665
+        q = q * a - 0.5108682
+        q = q * a - 1.905911
+        return _from_tail(v, a, w * 0.90591097 + q)
     else:
         return 0.5 * v * (1.0 + tl.math.erf(v * _SQRT_HALF))
 

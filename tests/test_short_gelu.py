@@ -29,9 +29,9 @@ def test_every_half_number_is_rounded_at_least_as_well_as_by_torch(dtype):
     there = nn.functional.gelu(x.float()).to(dtype)
     wrong_here, wrong_there = ((y != exact.to(dtype)).sum().item() for y in (here, there))
     assert here.dtype == dtype and wrong_here <= wrong_there
-    # one unit in the last place of the result
+    # units in the last place of the result, of which rounding alone takes a half
     step = torch.finfo(dtype).eps * exact.abs().clamp(min=torch.finfo(dtype).tiny)
-    assert bool(((here.double() - exact).abs() <= step).all())
+    assert bool(((here.double() - exact).abs() <= 0.6 * step).all())
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
@@ -51,17 +51,47 @@ def test_nothing_is_left_of_large_negative_numbers_before_rounding(dtype, monkey
     assert bool((short_gelu(x.float(), torch.float32).abs() < 1e-33).all())
 
 
-@pytest.mark.parametrize("name", ["linear_epilogue", "hopper_linear_kernel"])
-def test_device_code_has_the_same_numbers(name):
-    """Triton and Gluon cannot read the table: their code spells it out, fp16 first."""
+def test_a_share_and_one_are_exact():
+    """So that all of GELU is exact at 0: Q is -1 there."""
+    for tail in GELU_TAIL.values():
+        share = torch.tensor(tail.share)
+        assert (share + 1).item() == share.item() + 1 == torch.tensor(tail.share + 1).item()
+
+
+@pytest.mark.parametrize(("name", "unit"), [("linear_epilogue", 1), ("hopper_linear_kernel", 2)])
+def test_device_code_has_the_same_numbers(name, unit):
+    """Triton and Gluon cannot read the table: their code spells it out, fp16 first. The Hopper
+    kernel's is for halves of values, of which each counts twice (unit)."""
     text = (ROOT / "kernels" / f"{name}.py").read_text("utf-8")
-    largest = re.findall(r"minimum\(\w+\.abs\(v\), ([\d.]+)\)", text)
-    assert [float(n) for n in largest] == [tail[1] for tail in GELU_TAIL.values()]
-    factors = []
-    for first, sign, second in re.findall(r"q = (?:a \* (\S+)|q \* a) ([-+]) (\S+)\n", text):
-        factors += [float(n) for n in (first, sign + second) if n]
-    wanted = [f for tail, _ in GELU_TAIL.values() for f in reversed(tail[1:])]
-    assert [f for f in factors if f != -1.0] == wanted
+    numbers = r"min\w+\(\w+\.abs\(v\), ([\d.]+)\)|exp2\([ab] \* -([\d.]+)\)|"
+    numbers += r"q = [ab] \* (\S+) - (\S+)|q = q \* [ab] - (\S+)|w \* ([\d.]+) \+ q"
+    hits = [[*map(float, filter(None, hit))] for hit in re.findall(numbers, text)]
+    found = [n for hit in hits for n in ([-hit[0], hit[1]] if len(hit) == 2 else hit)]
+    wanted = []
+    for tail in GELU_TAIL.values():
+        powers = [factor * unit ** (i + 1) for i, factor in enumerate(tail.powers)]
+        last = tail.share + (unit == 1)  # Q, or Q + 1
+        wanted += [tail.largest / unit, tail.rate * unit, *reversed(powers), last, tail.share]
+    assert torch.equal(torch.tensor(found), torch.tensor(wanted))  # in fp32
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_of_halves_it_is_as_exact(dtype):
+    """As the Hopper kernel has it; its device code cannot be run here."""
+    x = every_number(dtype)
+    x, tail = x[x.isfinite()], GELU_TAIL[dtype]
+    h = x.float() * 0.5
+    b = h.abs().clamp(max=tail.largest / 2)
+    powers = [factor * 2 ** (i + 1) for i, factor in enumerate(tail.powers)]
+    q = b * -powers[-1] - powers[-2]
+    for factor in (*powers[-3::-1], tail.share):
+        q = q * b - factor
+    q = torch.exp2(b * -(tail.rate * 2)) * tail.share + q
+    here = ((h + h.abs()) - b * torch.exp2(q)).to(dtype)
+    differs = (here != short_gelu(x, dtype)).float().mean()
+    exact = x.double() * 0.5 * torch.special.erfc(-x.double() * 0.5**0.5)
+    step = torch.finfo(dtype).eps * exact.abs().clamp(min=torch.finfo(dtype).tiny)
+    assert differs < 2e-3 and bool(((here.double() - exact).abs() <= 0.6 * step).all())
 
 
 def graph_of(function, dtype, device):

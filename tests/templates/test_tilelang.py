@@ -358,7 +358,7 @@ def test_lowers(template, made, device):
     assert ("wgmma" in kernel) == (specialised and config["block_m"] >= 64)
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [("float16", 5e-5), ("bfloat16", 2e-5)])
+@pytest.mark.parametrize(("dtype", "rtol"), [("float16", 5e-5), ("bfloat16", 1.3e-4)])
 def test_activations_are_torchs(dtype, rtol, tmp_path, monkeypatch):
     """Their formulas, compiled for the CPU, at ordinary and extreme arguments.
 
