@@ -32,13 +32,9 @@ class Neighbours:
             kind = self._kind(node)
             if kind is None or kind.compute_intensive or kind.family == "view":
                 continue  # in no chain: a constant, or an op unknown here
-            if kind.family in JOINED:
-                chain, place = self._homes[node.name]
-                recipe = read_recipe(gm, chain, place, place + 1, self._nodes)
-                left = not isinstance(recipe, Recipe)
-            else:
+            left = kind.family in JOINED and not self._has_recipe(gm, node)
+            if not left and not self._is_epilogue(node):
                 left = not self._left.isdisjoint(self._made_by(node))
-                left = left and not self._is_epilogue(node)
             if left:
                 self._left.add(node)
 
@@ -60,6 +56,10 @@ class Neighbours:
             and not self._is_epilogue(self._nodes[op.name])
             and not self._left.isdisjoint(self._beside(self._nodes[op.name]))
         )
+
+    def _has_recipe(self, gm: GraphModule, node: Node) -> bool:
+        chain, place = self._homes[node.name]
+        return isinstance(read_recipe(gm, chain, place, place + 1, self._nodes), Recipe)
 
     def _kind(self, node: Node) -> OpKind | None:
         home = self._homes.get(node.name)

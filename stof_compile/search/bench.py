@@ -51,6 +51,9 @@ Result = Tensor | tuple[Tensor, ...]
 
 TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
 ROUND_S = 0.02
+# seconds of a turn of a comparison, and turns of each scheme. A GPU's clock follows the power that
+# is drawn within a tenth of a second: in the second half of a long turn it is a scheme's own
+TURNS, SETTLED_TURNS = (0.04, 4), (0.2, 2)
 LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
 
@@ -99,8 +102,14 @@ class SegmentBench(Protocol):
     def known(self, recipe: Recipe, candidate: Candidate) -> Trial | None:
         """The trial of a candidate if it was measured before."""
 
-    def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
-        """Microseconds of whole schemes, measured in turns and under load."""
+    def compare(
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], settled: bool = False
+    ) -> list[float]:
+        """Microseconds of whole schemes, measured in turns and under load.
+
+        Args:
+            settled: whether turns are so long that a GPU's clock settles at what each scheme draws.
+        """
 
     def first(self, recipe: Recipe) -> Candidate | None:
         """What rules choose among the templates, None where no template accepts."""
@@ -240,12 +249,20 @@ class DeviceBench:
         log.debug("%s, %s: %.1f us, after %.2f s", what, candidate, trial.cost_us, seconds)
         return trial
 
-    def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
+    def compare(
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], settled: bool = False
+    ) -> list[float]:
         """See :class:`SegmentBench`."""
+        turn_s, rounds = SETTLED_TURNS if settled and self.device.type == "cuda" else TURNS
         with self._counted():
-            return self._compare(schemes)
+            return self._compare(schemes, turn_s, rounds)
 
-    def _compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float]:
+    def _compare(
+        self,
+        schemes: Sequence[Sequence[tuple[Recipe, Candidate]]],
+        turn_s: float,
+        rounds: int,
+    ) -> list[float]:
         calls = []
         # once each, and the same for all schemes: ``_sets`` holds those of a few recipes only
         held: dict[str, list[tuple[Tensor, ...]]] = {}
@@ -268,7 +285,7 @@ class DeviceBench:
             calls.append(run)
         most = max(map(len, held.values()), default=1)
         turns = [(turn,) for turn in range(min(most, 8))]
-        timings = time_as_in_use(calls, turns, self.device)
+        timings = time_as_in_use(calls, turns, self.device, turn_s=turn_s, rounds=rounds)
         return [timing.median_us for timing in timings]
 
     def operands(self, recipe: Recipe) -> tuple[Tensor, ...]:

@@ -26,8 +26,9 @@ SINGLE_SAMPLES = (
 MAX_MOVES = 64  # told in the plan of a chain
 MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
-FINALS_SHARE, FINALS_S = 0.2, 5.0  # of the budget, and seconds at most: kept for the finals
-COMPARE_S, COMPARE_RUNS = 0.25, 70  # what a comparison takes of each chain: replays, or seconds
+FINALS_SHARE, FINALS_S = 0.25, 6.0  # of the budget, and seconds at most: kept for the finals
+# what a comparison takes of each chain: seconds (with turns in which clocks settle), or replays
+COMPARE_S, SETTLED_S, COMPARE_RUNS = 0.25, 0.5, 70
 FINALISTS = 5  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
 FINAL_GAIN = 0.006  # of the chain; less is noise
@@ -89,7 +90,8 @@ class ChainSearch:
         if None not in (*best.values(), *initial_best.values()):
             timed = [self._runnable(initial, initial_best), self._runnable(first, best)]
             if timed[0] != timed[1] and all(timed):
-                compared = self._at.compare(timed)
+                products = any(recipe.contractions for recipe, _ in timed[1])
+                compared = self._at.compare(timed, settled=products)
                 if compared is not None:
                     initial_us, final_us = compared
                     if final_us > initial_us:
@@ -218,12 +220,15 @@ class ChainSearch:
         for group in sorted(groups, key=lambda g: len(g) * self._at.best_cost(g[0]), reverse=True):
             if self.ctx.budget.spent:
                 return
-            contenders = self._at.contenders(group[0], FINAL_REACH, FINALISTS)
-            each_s = max(COMPARE_S, COMPARE_RUNS * chain_us * 1e-6)
-            if len(contenders) < 2 or len(contenders) * each_s > self.ctx.budget.left:
+            recipe = self._at.recipe(group[0])
+            products = isinstance(recipe, Recipe) and recipe.contractions > 0
+            each_s = max(SETTLED_S if products else COMPARE_S, COMPARE_RUNS * chain_us * 1e-6)
+            most = int(min(FINALISTS, self.ctx.budget.left / each_s))
+            contenders = self._at.contenders(group[0], FINAL_REACH, most)
+            if len(contenders) < 2:
                 continue
             chains = [best | dict.fromkeys(group, contender) for contender in contenders]
-            times = self._at.compare([self._runnable(scheme, chain) for chain in chains])
+            times = self._at.compare([self._runnable(scheme, chain) for chain in chains], products)
             if times is None:
                 return
             fastest = min(range(len(times)), key=times.__getitem__)

@@ -219,10 +219,16 @@ class ChainSegments:
         library = [Candidate(LIBRARY)] if self.has_library(place) else []
         return [*library, *self.space(place)]
 
-    def compare(self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]]) -> list[float] | None:
-        """Microseconds of whole schemes, taken in turns; None where they could not be taken."""
+    def compare(
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], settled: bool
+    ) -> list[float] | None:
+        """Microseconds of whole schemes, taken in turns; None where they could not be taken.
+
+        Args:
+            schemes, settled: as for ``SegmentBench.compare``.
+        """
         try:
-            return self._bench.compare(schemes)
+            return self._bench.compare(schemes, settled)
         except KeyboardInterrupt:
             self.interrupted()
             return None

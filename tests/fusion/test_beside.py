@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from stof_compile.fusion.beside import Neighbours
 
-X, W = torch.randn(2, 8, 16), torch.randn(16, 16)
+X, W, ROWS = torch.randn(2, 8, 16), torch.randn(16, 16), torch.arange(2)
 
 
 def clamped(x, w):
@@ -28,6 +28,9 @@ CASES = {
     "behind their sum": (
         lambda x, w: norm(F.embedding(torch.arange(3), w) + F.embedding(torch.arange(3), x[0])) @ w,
         True,
+    ),
+    "behind a sum with rows that repeat": (
+        lambda x, w: norm(F.embedding(torch.ones(2, 2).long(), w) + F.embedding(ROWS, w)) @ w, True
     ),
     "behind a product's sum": (
         lambda x, w: norm(F.linear(F.embedding(torch.arange(3), w), w) + w[:3]), False

@@ -1,6 +1,7 @@
 """The bench itself, on the CPU, where the only candidate is what Inductor makes of a recipe."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
-from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench
+from stof_compile.search.bench import LIBRARY, SETTLED_TURNS, TURNS, Candidate, DeviceBench
 from stof_compile.search.operands import random_operand
 from stof_compile.search.trial import TrialTable
 
@@ -67,6 +68,24 @@ def test_operands_of_a_comparison_are_drawn_once(bench, monkeypatch):
     bench.compare([scheme] * 4)
     weights = [key for key, index in made if index == 1]
     assert weights.count(recipes[0].key) == len(weights) / 6 == 64
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_clocks_settle_in_long_turns_on_a_gpu(bench, monkeypatch, kind):
+    lengths = []
+
+    def played(fns, input_sets, device, *, turn_s, rounds):
+        lengths.append((device.type, turn_s, rounds))
+        return [SimpleNamespace(median_us=1.0)] * len(fns)
+
+    monkeypatch.setattr("stof_compile.search.bench.time_as_in_use", played)
+    recipe = linear_recipe()
+    monkeypatch.setattr(bench, "_sets", lambda recipe: [()])
+    bench.device = torch.device(kind)
+    for settled in (False, True):
+        assert bench.compare([[(recipe, Candidate(LIBRARY))]] * 2, settled) == [1.0, 1.0]
+    short, long = lengths
+    assert short == (kind, *TURNS) and long == (kind, *(SETTLED_TURNS if kind == "cuda" else TURNS))
 
 
 def test_a_librarys_kernel_is_not_called_ahead(bench, monkeypatch):
