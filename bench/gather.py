@@ -22,6 +22,7 @@ TOLD_BY = {
     "tiles_kept": "mask",
     "tile_floor_us": "attention",
 }
+APART = ("long", "ablation")  # of whole models: rows of other cells, or of processes of their own
 # what names a row of a kind: of two files the newer row counts
 NAMED_BY = {
     "e2e": ("model", "cell", "peer"),
@@ -73,7 +74,8 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
     """All rows of a folder, or of some files, by kind, file and device.
 
     Attention has a group for each file, since a file is a grid. Whole models have one for long
-    sequences (files with ``long`` in their name) and one for the others; all else has one a device.
+    sequences, one for the ablation (files with one of ``APART`` in their name) and one for the
+    others; all else has one a device.
     A row that two files have counts once, by its date.
     """
     held: dict[tuple[str, str, str], list[tuple[Path, Row]]] = {}
@@ -84,8 +86,8 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
             base = kind
             if kind == "attention":
                 base = path.stem.rsplit("-", 1)[0]
-            elif kind == "e2e" and "long" in path.stem:
-                base = "e2e-long"
+            elif kind == "e2e":
+                base = next((f"e2e-{word}" for word in APART if word in path.stem), base)
             held.setdefault((kind, base, row["device"]), []).append((path, row))
     found: list[Group] = []
     for (kind, base, device), pairs in held.items():

@@ -68,7 +68,7 @@ def full_parts(device: str) -> list[Part]:
         Part("Table 2", "density", "density"),
         *attention,
         Part("Figure 11", "e2e", "e2e", {"model": "all"}),
-        Part("Figure 12", "e2e", "e2e", {"model": "all", "peers": ABLATION}, adds=True),
+        Part("Figure 12", "e2e", "e2e-ablation", {"model": "all", "peers": ABLATION}),
         Part("long sequences", "e2e", "e2e-long", long),
         Part("long sequences", "mask", "mask"),
         Part("Table 4 and Figure 13", "tuning", "tuning", {"model": "all"}),

@@ -51,11 +51,11 @@ class Picture:
 
 
 def pictures_of(group: Group) -> list[Picture]:
-    """All pictures of a group; the one of the ablation only where there are rows for it."""
+    """All pictures of a group; of an ablation its own only, and that only where there are rows."""
     return [
         Picture(f"bench-{group.name}-{figure}.png", about, draw)
         for figure, about, draw in FIGURES.get(group.kind, ())
-        if figure != "ablation" or has_ablation(group.rows)
+        if (has_ablation(group.rows) if figure == "ablation" else "ablation" not in group.name)
     ]
 
 
