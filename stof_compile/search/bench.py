@@ -51,8 +51,9 @@ Result = Tensor | tuple[Tensor, ...]
 
 TRIAL_S = 0.02  # of replaying, after compilation: about forty samples
 ROUND_S = 0.02
-# seconds of a turn of a comparison, and turns of each scheme. A GPU's clock follows the power that
-# is drawn within a tenth of a second: in the second half of a long turn it is a scheme's own
+# seconds of a turn of a comparison, and turns of each scheme. At its limit of power a GPU's clock
+# goes up and down for some tenths of a second after another scheme began: short turns see little of
+# what a scheme draws (bench/results/hopper-linear-h200.md)
 TURNS, SETTLED_TURNS = (0.04, 4), (0.2, 2)
 LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
@@ -108,7 +109,8 @@ class SegmentBench(Protocol):
         """Microseconds of whole schemes, measured in turns and under load.
 
         Args:
-            settled: whether turns are so long that a GPU's clock settles at what each scheme draws.
+            settled: whether turns are long, so that what a scheme draws has time to move a GPU's
+                clock.
         """
 
     def first(self, recipe: Recipe) -> Candidate | None:

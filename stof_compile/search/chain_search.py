@@ -27,7 +27,7 @@ MAX_MOVES = 64  # told in the plan of a chain
 MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 FINALS_SHARE, FINALS_S = 0.25, 6.0  # of the budget, and seconds at most: kept for the finals
-# what a comparison takes of each chain: seconds (with turns in which clocks settle), or replays
+# what a comparison takes of each chain: seconds (in short turns, in long ones), or replays
 COMPARE_S, SETTLED_S, COMPARE_RUNS = 0.25, 0.5, 70
 FINALISTS = 5  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
