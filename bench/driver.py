@@ -22,8 +22,8 @@ from columns import check_columns
 from results import log_event, log_path, read_rows, say, settled_lines
 
 HERE = Path(__file__).resolve().parent
-BY_CELL = ("attention", "e2e", "tuning", "accuracy", "operators", "passes")
-NO_MODELS = ("attention", "cpu", "mask", "ceilings", "density", "operators")
+BY_CELL = ("attention", "backward", "e2e", "tuning", "accuracy", "operators", "passes")
+NO_MODELS = ("attention", "backward", "cpu", "mask", "ceilings", "density", "operators")
 ALL_MODELS = ("tuning", "accuracy")  # unless the command line names some
 
 
@@ -42,7 +42,7 @@ def default_out(args: argparse.Namespace) -> Path:
         stem = f"sweep-{args.kernel}"
     if args.command == "e2e":
         stem = f"e2e-{args.model.replace(',', '-')}"
-    if args.command == "attention" and args.grid not in (None, "table2"):
+    if args.command in ("attention", "backward") and args.grid not in (None, "table2"):
         stem += f"-{args.grid}"
     return HERE / "results" / f"{stem}-{args.device}.csv"
 
@@ -285,7 +285,7 @@ def warm(args: argparse.Namespace, units: Sequence[Unit]) -> None:
 
 def pending_units(args: argparse.Namespace) -> list[Unit]:
     """Cells with rows missing, in order."""
-    if args.command in ("attention", "cpu"):
+    if args.command in ("attention", "backward", "cpu"):
         return _attention_units(args)
     if args.command == "e2e":
         from e2e import e2e_units
@@ -323,7 +323,7 @@ def pending_units(args: argparse.Namespace) -> list[Unit]:
 
 def _attention_units(args: argparse.Namespace) -> list[Unit]:
     from cases import GRIDS, select_cells
-    from peers import chosen_variants
+    from peers import attention_variants, chosen_of
 
     if args.grid not in GRIDS:
         raise SystemExit(f"no grid {args.grid!r}; grids: {', '.join(GRIDS)}")
@@ -340,9 +340,12 @@ def _attention_units(args: argparse.Namespace) -> list[Unit]:
         # the worker knows its trials; a cell is offered again and skips what it has
         return [Unit(cell.name, 1) for cell in cells]
     wanted = args.peers.split(",") if args.peers else []
+    offered = attention_variants
+    if args.command == "backward":
+        from backward import backward_variants as offered
     units = []
     for cell in cells:
-        variants = chosen_variants(cell, torch.device(args.device), wanted)
+        variants = chosen_of(offered(cell, torch.device(args.device)), wanted)
         left = [v for v in variants if (v.peer, v.name) not in done.get(cell.name, set())]
         if left:
             units.append(Unit(cell.name, len(left)))
@@ -368,7 +371,7 @@ def summary(path: Path) -> str:
     """The summary that fits a CSV's columns."""
     from e2e_stats import e2e_summary
     from gather import is_gpu, kind_of
-    from stats import attention_summary, means, plain_summary
+    from stats import attention_summary, backward_summary, means, plain_summary
     from sweep_stats import sweep_summary
 
     rows = read_rows(path)
@@ -388,4 +391,6 @@ def summary(path: Path) -> str:
         if is_gpu(rows[0]["device"]):  # on a CPU both columns are plain calls
             text += f"\nlaunch included:\n{means(rows, 'launch_us')}"
         return text
+    if kind == "backward":
+        return backward_summary(rows)
     return plain_summary(rows)

@@ -12,6 +12,7 @@ from stats import Row
 # columns that only one kind of file has; the first that is there tells
 TOLD_BY = {
     "settings": "sweep",
+    "backward_us": "backward",
     "max_ratio": "accuracy",
     "graph_us": "e2e",
     "fused_us": "operators",
@@ -84,7 +85,7 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
         kind = kind_of(rows[0]) if rows else ""
         for row in rows if kind else ():
             base = kind
-            if kind == "attention":
+            if kind in ("attention", "backward"):
                 base = path.stem.rsplit("-", 1)[0]
             elif kind == "e2e":
                 base = next((f"e2e-{word}" for word in APART if word in path.stem), base)

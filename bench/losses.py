@@ -52,6 +52,9 @@ def all_losses(held: Sequence[Group]) -> list[Losses]:
         told.append(_attention(group, "median_us", "replay" if group.on_gpu else "calls"))
         if group.on_gpu:
             told.append(_attention(group, "launch_us", "launches included"))
+    for group in of_kind(held, "backward"):
+        told.append(_attention(group, "median_us", "both passes, replay"))
+        told.append(_attention(group, "backward_us", "backward pass, replay"))
     for group in of_kind(held, "e2e"):
         told.append(_models(group, replayed, "replay" if group.on_gpu else "calls"))
         if group.on_gpu:
@@ -72,7 +75,8 @@ def _attention(group: Group, column: str, how: str) -> Losses:
         if stof is not None and peer is not None:
             name = f"{peer.peer} {peer.variant}"
             pairs.append(Loss(cell, stof.median_us, peer.median_us, name))
-    return _losses(f"Attention (`{group.name}`), {how}", pairs)
+    what = "Attention" if group.kind == "attention" else "Gradients of attention"
+    return _losses(f"{what} (`{group.name}`), {how}", pairs)
 
 
 def _models(group: Group, time: object, how: str) -> Losses:

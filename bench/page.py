@@ -66,6 +66,8 @@ SECTIONS = (
             "attention --grid headdims", _is("attention", "headdims"), tables.attention_table),
     Section("Scattered columns", "Fixed attention of Sparse Transformers: segments of 128 tokens.",
             "attention --grid scattered", _is("attention", "scattered"), tables.attention_table),
+    Section("Gradients of attention", "Both passes together, and the backward pass alone.",
+            "backward --grid table2", _is("backward"), tables.backward_table),
     Section("Long sequences: attention", "The oracle answers sampled rows where all are too many.",
             "attention --grid long", _is("attention", "long"), tables.attention_table),
     Section("Long sequences: block masks", "From a rule to a finished block mask.",

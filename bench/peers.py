@@ -104,8 +104,8 @@ def _under(backend: SDPBackend, run: Attend) -> Attend:
 # -- FlexAttention ---------------------------------------------------------------------------------
 
 
-def _flex(block_mask: BlockMask, options: Any) -> Attend:
-    compiled = torch.compile(flex_attention, dynamic=False)
+def _flex(block_mask: BlockMask, options: Any, mode: str | None = None) -> Attend:
+    compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compiled(q, k, v, block_mask=block_mask, kernel_options=options or None)
@@ -185,13 +185,19 @@ def _flex_default_table(setup: Setup) -> Attend:
     return _flex(_block_mask(setup, table_rule(setup.cell, setup.device), 128), {})
 
 
-def _flex_expert(setup: Setup, block: int, options: dict[str, Any]) -> Attend:
+def flex_expert(
+    setup: Setup, block: int, options: dict[str, Any], mode: str | None = None
+) -> Attend:
+    """FlexAttention with an arithmetic rule, blocks of a size, kernel options and a mode."""
     rule = table_rule(setup.cell, setup.device)
-    return _flex(_block_mask(setup, rule, block), options)
+    return _flex(_block_mask(setup, rule, block), options, mode)
 
 
-def _flex_split(setup: Setup, block: int, options: dict[str, Any]) -> Attend:
-    return _flex(split_block_mask(setup, block), options)
+def flex_split(
+    setup: Setup, block: int, options: dict[str, Any], mode: str | None = None
+) -> Attend:
+    """The same with :func:`split_block_mask`."""
+    return _flex(split_block_mask(setup, block), options, mode)
 
 
 def _flex_flash(setup: Setup) -> Attend:
@@ -283,8 +289,12 @@ def chosen_variants(cell: Cell, device: torch.device, only: Iterable[str]) -> li
 
     Where it says nothing, all but those in fp8.
     """
+    return chosen_of(attention_variants(cell, device), only)
+
+
+def chosen_of(every: Iterable[Variant], only: Iterable[str]) -> list[Variant]:
+    """Those among some variants."""
     wanted = set(only)
-    every = attention_variants(cell, device)
     if not wanted:
         return [v for v in every if not v.fp8]
     return [v for v in every if v.peer in wanted or f"{v.peer}/{v.name}" in wanted]
@@ -302,8 +312,8 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
             *stof,
             Variant("sdpa_mask", "compiled", _sdpa_mask),
             *default_variants(cell),
-            Variant("flex_expert", "b32", lambda s: _flex_expert(s, 32, {})),
-            Variant("flex_expert", "b64", lambda s: _flex_expert(s, 64, {})),
+            Variant("flex_expert", "b32", lambda s: flex_expert(s, 32, {})),
+            Variant("flex_expert", "b64", lambda s: flex_expert(s, 64, {})),
         ]
     cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
     variants = [
@@ -322,11 +332,11 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
     variants += default_variants(cell)
     for name, block, options in expert_settings(cell):
         variants += [
-            Variant("flex_expert", name, partial(_flex_expert, block=block, options=options))
+            Variant("flex_expert", name, partial(flex_expert, block=block, options=options))
         ]
         if cell.mask == "bigbird" and name in ("b64-safe", "b64-safe-s2", "b32-safe"):
             variants += [
-                Variant("flex_split", name, partial(_flex_split, block=block, options=options))
+                Variant("flex_split", name, partial(flex_split, block=block, options=options))
             ]
     rounded = Variant("stof_fp8", "option", partial(_stof_option, fp8=True), fp8=True)
     return [*stof, rounded, *variants, Variant("flex_flash", "fa4", _flex_flash)]

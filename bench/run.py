@@ -3,6 +3,7 @@
     python bench/run.py attention --grid table2 [--cells 16x2048,bigbird] [--resume] [--out FILE]
     python bench/run.py attention --grid table2 --peers stof,stof_fp8 --out FILE
     python bench/run.py attention --grid table2 --sweep [--axes "block_q=64;num_warps=4,8"]
+    python bench/run.py backward --cells 16x2048,16x4096 [--resume]    # gradients of an attention
     python bench/run.py e2e --model bert-base [--cells 1x128,8x512,16x2048] [--resume]
     python bench/run.py e2e --model all [--peers flex-ro,stof,compile-max-autotune,stof-fusion]
     python bench/run.py tuning [--models bert-base,gpt2] [--cells 1x128] [--tune-budget 60]
@@ -28,8 +29,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 COMMANDS = (
-    "attention", "e2e", "tuning", "accuracy", "cpu", "mask", "overhead", "ceilings", "report",
-    "operators", "density", "passes", "paper", "page",
+    "attention", "backward", "e2e", "tuning", "accuracy", "cpu", "mask", "overhead", "ceilings",
+    "report", "operators", "density", "passes", "paper", "page",
 )  # fmt: skip
 
 
@@ -42,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("files", nargs="*", type=Path, help="report: CSV files")
     parsed.add_argument(
         "--grid",
-        help="attention: table2 (default), long, headdims, scattered, mha, cpu, smoke, ...;"
-        " several with commas between them, each into a file of its own unless --out names one",
+        help="attention, backward: table2 (default), long, headdims, scattered, mha, cpu, smoke, "
+        "...; several with commas between them, each into a file of its own unless --out names one",
     )
     parsed.add_argument(
         "--cells",

@@ -104,6 +104,38 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
     return "\n".join([*lines, means(rows, time_field)])
 
 
+def backward_summary(rows: Sequence[Row]) -> str:
+    """Per cell forward and backward pass of the best peer and of STOF, and means of the ratios.
+
+    The best of a time is the variant with that shortest time: a peer may have another one for the
+    backward pass than for both.
+    """
+    lines = [
+        f"{rows[0]['device']} · torch {rows[0]['torch']} · stof {rows[0]['stof']} · ms: both "
+        "passes, and the backward pass alone",
+        f"{'cell':21s} {'dens':>5s} {'peer':>8s} {'STOF':>8s} {'ratio':>6s} {'flex':>8s} "
+        f"{'peer':>8s} {'STOF':>8s} {'ratio':>6s} {'flex':>8s} {'rms err':>7s}  best peer",
+    ]
+    for cell, group in by_cell(rows).items():
+        shown: list[str] = []
+        for field in ("median_us", "backward_us"):
+            peer, stof = best_of(group, None, field), best_of(group, ("stof",), field)
+            flex = best_of(group, OPPONENTS["best flex"], field)
+            shown.append(
+                f"{_ms(peer):>8s} {_ms(stof):>8s} {_ratio(peer, stof):6.2f} {_ms(flex):>8s}"
+            )
+        best = best_of(group, None)
+        ours = [number(r, "rms_rel") for r in group if r["peer"] == "stof"]
+        lines.append(
+            f"{cell:21s} {number(group[0], 'density'):5.3f} {' '.join(shown)} "
+            f"{min(ours, default=math.nan):7.1e}  "
+            + (f"{best.peer} {best.variant}" if best is not None else "-")
+        )
+    for field, what in (("median_us", "both passes"), ("backward_us", "backward pass")):
+        lines += [f"{what}:", means(rows, field)]
+    return "\n".join(lines)
+
+
 def means(rows: Sequence[Row], time_field: str = "median_us") -> str:
     """STOF against each group of peers: geometric means and the worst cell."""
     against: dict[str, dict[str, float]] = {name: {} for name in OPPONENTS}

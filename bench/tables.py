@@ -112,6 +112,35 @@ def models_table(group: Group) -> list[str]:
     return lines
 
 
+def backward_table(group: Group) -> list[str]:
+    """Milliseconds of both passes and of the backward pass alone, peers at their best in each."""
+    rows = []
+    for cell, held in by_cell(group.rows).items():
+        ours = [r for r in held if r["peer"] == "stof"]
+        columns: list[str] = []
+        for field in ("median_us", "backward_us"):
+            best = [
+                best_of(held, peers, field)
+                for peers in (("sdpa_mask",), OPPONENTS["best flex"], None, ("stof",))
+            ]
+            columns += [_ms(b.median_us) if b else "-" for b in best]
+            peer, stof = best[2:]
+            columns.append(
+                _plain(peer.median_us / stof.median_us if peer and stof else math.nan, 2)
+            )
+        errors = [number(r, "rms_rel") for r in ours]
+        rows.append((
+            cell, f"{number(held[0], 'density'):.3f}", *columns,
+            f"{min(errors):.1e}" if errors else "-",
+        ))  # fmt: skip
+    times = ("SDPA + mask", "best flex", "best peer", "STOF", "best / STOF")
+    head = ("cell", "density", *times, *(f"backward: {name}" for name in times), "rms error")
+    lines = ["ms; what is best may be another setting in either time.", "", *table(head, rows)]
+    for field, what in (("median_us", "Both passes"), ("backward_us", "The backward pass")):
+        lines += ["", f"{what}:", "", *_code(means(group.rows, field))]
+    return lines
+
+
 def has_ablation(rows: Iterable[Row]) -> bool:
     """Whether rows have a way with a part of STOF switched off."""
     return any(row["peer"] in ABLATION for row in rows)

@@ -13,7 +13,7 @@ from results import read_rows, settled_lines
 def work(args: argparse.Namespace) -> int:
     """Measure the cell named by ``--worker`` (with ``--warm-worker``: only compile it)."""
     device = torch.device(args.device)
-    if args.command == "attention":
+    if args.command in ("attention", "backward"):
         _attention(args, device)
     elif args.command == "e2e":
         from e2e import run_e2e
@@ -85,4 +85,8 @@ def _attention(args: argparse.Namespace, device: torch.device) -> None:
         over = [r for r in settled_lines(args.out) if r["cell"] == cell.name]
         done = [(r["peer"], r["variant"]) for r in (*rows, *over)]
         run = run_cell if args.warm_worker is None else warm_cell
+        if args.command == "backward":
+            if args.warm_worker is not None:
+                return  # its compilers use all cores by themselves
+            from backward import run_cell as run
         run(cell, device, paths, args.seed, done, peers)

@@ -91,6 +91,12 @@ FILES = {
         attention("sdpa_mask", "20", "40"), attention("flex_default", "9", "50"),
         attention("flex_expert", "8", "60"), attention("stof", "4", "80"),
     ],
+    "backward-cuda": [
+        attention(peer, both, both, "16x2048/causal", forward_us="10", backward_us=alone,
+                  rms_rel="2e-3")
+        for peer, both, alone in (("sdpa_mask", "90", "70"), ("flex_expert", "60", "40"),
+                                  ("stof", "50", "45"))
+    ],
     "attention-long-cuda": [
         attention(peer, us, us, "1x65536/sliding")
         for peer, us in (("flex_expert", "8"), ("stof", "4"))
