@@ -23,7 +23,7 @@ from results import log_event, log_path, read_rows, say, settled_lines
 
 HERE = Path(__file__).resolve().parent
 BY_CELL = ("attention", "backward", "e2e", "tuning", "accuracy", "operators", "passes")
-NO_MODELS = ("attention", "backward", "cpu", "mask", "ceilings", "density", "operators")
+NO_MODELS = ("attention", "cpu", "mask", "ceilings", "density", "operators")
 ALL_MODELS = ("tuning", "accuracy")  # unless the command line names some
 
 

@@ -34,7 +34,9 @@ class Neighbours:
                 continue  # in no chain: a constant, or an op unknown here
             left = kind.family in JOINED and not self._has_recipe(gm, node)
             if not left and not self._is_epilogue(node):
-                left = not self._left.isdisjoint(self._made_by(node))
+                # one maker would not do: a residual stream begins at an embedding
+                makers = [made for made in self._made_by(node) if self._kind(made) is not None]
+                left = bool(makers) and self._left.issuperset(makers)
             if left:
                 self._left.add(node)
 

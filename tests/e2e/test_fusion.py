@@ -107,7 +107,9 @@ def fast_template(templates, monkeypatch):
         return Timing(us, us, us, 3, "clock")
 
     monkeypatch.setattr(bench, "time_callable", time)
-    monkeypatch.setattr(bench.DeviceBench, "compare", lambda self, schemes: [20.0, 10.0])
+    monkeypatch.setattr(
+        bench.DeviceBench, "compare", lambda self, schemes, settled=False: [20.0, 10.0]
+    )
 
 
 def run(model, x, tmp_path, **options):

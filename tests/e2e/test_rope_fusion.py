@@ -83,7 +83,9 @@ def test_what_is_slower_stays_apart(tmp_path):
     from stof_compile.search import bench
 
     with templates_win(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.DeviceBench, "compare", lambda self, schemes: [10.0, 20.0])
+        patch.setattr(
+            bench.DeviceBench, "compare", lambda self, schemes, settled=False: [10.0, 20.0]
+        )
         record = run(tmp_path)
     (chain,) = rotations(record)
     assert chain.source == "measured" and chain.segments[0].template == "inductor"

@@ -32,6 +32,9 @@ CASES = {
     "behind a sum with rows that repeat": (
         lambda x, w: norm(F.embedding(torch.ones(2, 2).long(), w) + F.embedding(ROWS, w)) @ w, True
     ),
+    "in a stream that an embedding began": (
+        lambda x, w: norm(F.embedding(ROWS, w) + F.linear(F.embedding(ROWS, w), w) * w[0]), False
+    ),
     "behind a product's sum": (
         lambda x, w: norm(F.linear(F.embedding(torch.arange(3), w), w) + w[:3]), False
     ),
