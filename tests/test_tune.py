@@ -112,7 +112,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr("stof_compile.fuse.TEMPLATES", (SlowStart(),))
     monkeypatch.setattr(bench, "time_callable", time)
     monkeypatch.setattr(
-        bench.DeviceBench, "compare", lambda self, schemes, settled=False: [20.0, 10.0]
+        bench.DeviceBench, "compare", lambda self, schemes, long_turns=False: [20.0, 10.0]
     )
     monkeypatch.setattr(
         bench, "library_call", lambda recipe, _: lambda *given: run_recipe(recipe, given)

@@ -43,7 +43,8 @@ class Neighbours:
     def claimed(self, chain: OpChain) -> frozenset[int]:
         """The ops of a chain, by number, that should be in no kernel of ours without a product.
 
-        Beside an op that no template takes, Inductor computes them in the same kernel, and what
+        Beside an op that is Inductor's for sure (no template takes it, or all that it reads is made
+        by such ops) Inductor computes them in the same kernel, and what
         passes between the two never goes through memory. A kernel of ours takes them apart: it can
         be the faster one alone and make the graph slower, as a norm behind T5's ``clamp`` does.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from stof_compile.search.compile_pool import CompilePool, Job, start_pool
 from stof_compile.search.library import library_call
 from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
+from stof_compile.search.scheme_calls import scheme_calls
 from stof_compile.search.trial import Trial, TrialTable
 from stof_compile.templates.base import Template
 from stof_compile.templates.space import Config
@@ -54,7 +54,7 @@ ROUND_S = 0.02
 # seconds of a turn of a comparison, and turns of each scheme. At its limit of power a GPU's clock
 # goes up and down for some tenths of a second after another scheme began: short turns see little of
 # what a scheme draws (bench/results/hopper-linear-h200.md)
-TURNS, SETTLED_TURNS = (0.04, 4), (0.2, 2)
+TURNS, LONG_TURNS = (0.04, 4), (0.2, 2)
 LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
 
@@ -104,13 +104,12 @@ class SegmentBench(Protocol):
         """The trial of a candidate if it was measured before."""
 
     def compare(
-        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], settled: bool = False
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], long_turns: bool = False
     ) -> list[float]:
         """Microseconds of whole schemes, measured in turns and under load.
 
         Args:
-            settled: whether turns are long, so that what a scheme draws has time to move a GPU's
-                clock.
+            long_turns: give the power that a scheme draws time to move a GPU's clock.
         """
 
     def first(self, recipe: Recipe) -> Candidate | None:
@@ -252,42 +251,24 @@ class DeviceBench:
         return trial
 
     def compare(
-        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], settled: bool = False
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], long_turns: bool = False
     ) -> list[float]:
         """See :class:`SegmentBench`."""
-        turn_s, rounds = SETTLED_TURNS if settled and self.device.type == "cuda" else TURNS
+        turn_s, rounds = LONG_TURNS if long_turns and self.device.type == "cuda" else TURNS
         with self._counted():
-            return self._compare(schemes, turn_s, rounds)
-
-    def _compare(
-        self,
-        schemes: Sequence[Sequence[tuple[Recipe, Candidate]]],
-        turn_s: float,
-        rounds: int,
-    ) -> list[float]:
-        calls = []
-        # once each, and the same for all schemes: ``_sets`` holds those of a few recipes only
-        held: dict[str, list[tuple[Tensor, ...]]] = {}
-        for recipe, _ in (pair for scheme in schemes for pair in scheme):
-            if recipe.key not in held:
-                held[recipe.key] = self._sets(recipe)
-        for scheme in schemes:
-            count = Counter(recipe.key for recipe, _ in scheme)
-            seen: Counter[str] = Counter()
-            parts = []
-            for recipe, c in scheme:  # alike segments have weights of their own
-                key = recipe.key
-                parts.append((self._call(recipe, c), held[key], count[key], seen[key]))
-                seen[key] += 1
-
-            def run(turn: int, parts: Any = parts) -> None:
-                for call, sets, alike, number in parts:
-                    call(*sets[(turn * alike + number) % len(sets)])
-
-            calls.append(run)
-        most = max(map(len, held.values()), default=1)
-        turns = [(turn,) for turn in range(min(most, 8))]
-        timings = time_as_in_use(calls, turns, self.device, turn_s=turn_s, rounds=rounds)
+            # once each, and the same for all schemes: ``_sets`` holds those of a few recipes only
+            held: dict[str, list[tuple[Tensor, ...]]] = {}
+            for recipe, _ in (pair for scheme in schemes for pair in scheme):
+                if recipe.key not in held:
+                    held[recipe.key] = self._sets(recipe)
+            bound = [
+                [(recipe, self._call(recipe, c)) for recipe, c in scheme] for scheme in schemes
+            ]
+            most = max(map(len, held.values()), default=1)
+            turns = [(turn,) for turn in range(min(most, 8))]
+            timings = time_as_in_use(
+                scheme_calls(bound, held), turns, self.device, turn_s=turn_s, rounds=rounds
+            )
         return [timing.median_us for timing in timings]
 
     def operands(self, recipe: Recipe) -> tuple[Tensor, ...]:

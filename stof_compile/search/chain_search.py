@@ -28,10 +28,10 @@ MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 FINALS_SHARE, FINALS_S = 0.25, 6.0  # of the budget, and seconds at most: kept for the finals
 # what a comparison takes of each chain: seconds (in short turns, in long ones), or replays
-COMPARE_S, SETTLED_S, COMPARE_RUNS = 0.25, 0.5, 70
+COMPARE_S, COMPARE_LONG_S, COMPARE_RUNS = 0.25, 0.5, 70
 FINALISTS = 5  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
-FINAL_GAIN = 0.006  # of the chain; less is noise
+FINAL_GAIN = 0.006  # of the chain; less is surely noise, some more can be
 
 
 class ChainSearch:
@@ -91,7 +91,7 @@ class ChainSearch:
             timed = [self._runnable(initial, initial_best), self._runnable(first, best)]
             if timed[0] != timed[1] and all(timed):
                 products = any(recipe.contractions for recipe, _ in timed[1])
-                compared = self._at.compare(timed, settled=products)
+                compared = self._at.compare(timed, long_turns=products)
                 if compared is not None:
                     initial_us, final_us = compared
                     if final_us > initial_us:
@@ -222,7 +222,7 @@ class ChainSearch:
                 return
             recipe = self._at.recipe(group[0])
             products = isinstance(recipe, Recipe) and recipe.contractions > 0
-            each_s = max(SETTLED_S if products else COMPARE_S, COMPARE_RUNS * chain_us * 1e-6)
+            each_s = max(COMPARE_LONG_S if products else COMPARE_S, COMPARE_RUNS * chain_us * 1e-6)
             most = int(min(FINALISTS, self.ctx.budget.left / each_s))
             contenders = self._at.contenders(group[0], FINAL_REACH, most)
             if len(contenders) < 2:

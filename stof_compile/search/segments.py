@@ -220,15 +220,15 @@ class ChainSegments:
         return [*library, *self.space(place)]
 
     def compare(
-        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], settled: bool
+        self, schemes: Sequence[Sequence[tuple[Recipe, Candidate]]], long_turns: bool
     ) -> list[float] | None:
         """Microseconds of whole schemes, taken in turns; None where they could not be taken.
 
         Args:
-            schemes, settled: as for ``SegmentBench.compare``.
+            schemes, long_turns: as for ``SegmentBench.compare``.
         """
         try:
-            return self._bench.compare(schemes, settled)
+            return self._bench.compare(schemes, long_turns)
         except KeyboardInterrupt:
             self.interrupted()
             return None

@@ -108,7 +108,7 @@ def fast_template(templates, monkeypatch):
 
     monkeypatch.setattr(bench, "time_callable", time)
     monkeypatch.setattr(
-        bench.DeviceBench, "compare", lambda self, schemes, settled=False: [20.0, 10.0]
+        bench.DeviceBench, "compare", lambda self, schemes, long_turns=False: [20.0, 10.0]
     )
 
 

@@ -84,7 +84,7 @@ def test_what_is_slower_stays_apart(tmp_path):
 
     with templates_win(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            bench.DeviceBench, "compare", lambda self, schemes, settled=False: [10.0, 20.0]
+            bench.DeviceBench, "compare", lambda self, schemes, long_turns=False: [10.0, 20.0]
         )
         record = run(tmp_path)
     (chain,) = rotations(record)

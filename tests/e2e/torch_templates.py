@@ -88,7 +88,7 @@ def templates_win(packs: bool = True) -> Iterator[list[str]]:
         mock.patch.object(bench, "library_call", library),
         mock.patch.object(bench.DeviceBench, "rounds", rounds),
         mock.patch.object(
-            bench.DeviceBench, "compare", lambda self, schemes, settled=False: [20.0, 10.0]
+            bench.DeviceBench, "compare", lambda self, schemes, long_turns=False: [20.0, 10.0]
         ),
         mock.patch("stof_compile.search.pack_choice.compare", lambda base, new: packing),
     ):

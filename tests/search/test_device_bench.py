@@ -9,7 +9,7 @@ import torch
 from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
-from stof_compile.search.bench import LIBRARY, SETTLED_TURNS, TURNS, Candidate, DeviceBench
+from stof_compile.search.bench import LIBRARY, LONG_TURNS, TURNS, Candidate, DeviceBench
 from stof_compile.search.operands import random_operand
 from stof_compile.search.trial import TrialTable
 
@@ -71,7 +71,7 @@ def test_operands_of_a_comparison_are_drawn_once(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_clocks_settle_in_long_turns_on_a_gpu(bench, monkeypatch, kind):
+def test_long_turns_are_a_gpus(bench, monkeypatch, kind):
     lengths = []
 
     def played(fns, input_sets, device, *, turn_s, rounds):
@@ -82,10 +82,10 @@ def test_clocks_settle_in_long_turns_on_a_gpu(bench, monkeypatch, kind):
     recipe = linear_recipe()
     monkeypatch.setattr(bench, "_sets", lambda recipe: [()])
     bench.device = torch.device(kind)
-    for settled in (False, True):
-        assert bench.compare([[(recipe, Candidate(LIBRARY))]] * 2, settled) == [1.0, 1.0]
+    for long_turns in (False, True):
+        assert bench.compare([[(recipe, Candidate(LIBRARY))]] * 2, long_turns) == [1.0, 1.0]
     short, long = lengths
-    assert short == (kind, *TURNS) and long == (kind, *(SETTLED_TURNS if kind == "cuda" else TURNS))
+    assert short == (kind, *TURNS) and long == (kind, *(LONG_TURNS if kind == "cuda" else TURNS))
 
 
 def test_a_librarys_kernel_is_not_called_ahead(bench, monkeypatch):

@@ -67,7 +67,7 @@ class FakeBench:
             base *= (1 - self.saving) ** fused * (1 + 0.05 * noise)
         return Timing(base, base, base, 3, "clock")
 
-    def compare(self, schemes, settled=False):
+    def compare(self, schemes, long_turns=False):
         self.compared = [sum(self.time(r, c).median_us for r, c in scheme) for scheme in schemes]
         return self.compared
 
@@ -116,7 +116,7 @@ def test_it_fuses_what_is_faster_and_names_the_winner(mlp):
 def test_finals_take_what_is_fastest_within_the_chain(mlp, monkeypatch):
     """Alone the configs differ by noise; in the chain four warps are the best."""
 
-    def compare(self, schemes, settled=False):
+    def compare(self, schemes, long_turns=False):
         self.compared = [
             sum(self.time(r, c).median_us - dict(c.config).get("warps", 0) for r, c in scheme)
             for scheme in schemes
@@ -139,7 +139,7 @@ def test_finals_leave_an_illegal_place_alone(capture, monkeypatch):
     subclass; alone the library is as fast, in the chain the template is.
     """
 
-    def compare(self, schemes, settled=False):
+    def compare(self, schemes, long_turns=False):
         return [sum(5.0 if c.template != LIBRARY else 20.0 for _, c in s) for s in schemes]
 
     def candidates(self, recipe):
@@ -236,24 +236,24 @@ def test_finals_that_would_take_too_long_are_left_out(mlp, monkeypatch):
     tuned(*mlp)
     assert FINALISTS in asked
     asked.clear()
-    monkeypatch.setattr("stof_compile.search.chain_search.SETTLED_S", 1000.0 / 2.5)
+    monkeypatch.setattr("stof_compile.search.chain_search.COMPARE_LONG_S", 1000.0 / 2.5)
     tuned(*mlp)
     assert FINALISTS not in asked and asked.count(2) == 2, "the two that fit, and the last one"
     asked.clear()
-    monkeypatch.setattr("stof_compile.search.chain_search.SETTLED_S", 1000.0)
+    monkeypatch.setattr("stof_compile.search.chain_search.COMPARE_LONG_S", 1000.0)
     tuned(*mlp)
     assert asked == [2], "no finals: only the result against the initial scheme"
 
 
-def test_products_are_compared_with_settled_clocks(bert, monkeypatch):
+def test_products_are_compared_in_long_turns(bert, monkeypatch):
     """A norm behind a product that stays the library's: its finals take short turns."""
     asked = []
 
-    def compare(self, schemes, settled=False):
+    def compare(self, schemes, long_turns=False):
         if len({len(scheme) for scheme in schemes}) == 1:  # the finals of a segment
             places = zip(*schemes, strict=True)
             apart = [pairs[0][0] for pairs in places if len({c for _, c in pairs}) > 1]
-            asked.append(({recipe.contractions for recipe in apart}, settled))
+            asked.append(({recipe.contractions for recipe in apart}, long_turns))
         return [1.0] * len(schemes)
 
     def candidates(self, recipe):
@@ -265,7 +265,7 @@ def test_products_are_compared_with_settled_clocks(bert, monkeypatch):
     graph = bert(1)
     tuned(graph, graph.chain_with("gelu"))
     assert ({0}, False) in asked and ({1}, True) in asked
-    assert all(settled == (max(apart) > 0) for apart, settled in asked)
+    assert all(long == (max(apart) > 0) for apart, long in asked)
 
 
 def test_what_is_slower_is_left_as_it_is(mlp):
