@@ -7,8 +7,9 @@ computes something else is a line of the log, never a row.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +104,29 @@ def run_cell(
     """Measure the variants of a cell not ``done`` yet; ``only`` restricts to some peers."""
     ceilings = load_ceilings(paths.ceilings, device, cell.head_dim)
     prepared = prepare(cell, device, ceilings, seed)
-    finished = set(done)
+    setup, finished = Setup(cell, device, prepared.keep, paths.store), set(done)
     for variant in chosen_variants(cell, device, only):
-        if (variant.peer, variant.name) in finished:
-            continue
-        setup = Setup(cell, device, prepared.keep, paths.store)
-        with timing.own_caches(paths.caches, variant.peer, setup.store):
-            _record(cell, variant, setup, prepared, paths)
+        if (variant.peer, variant.name) not in finished:
+            with timing.own_caches(paths.caches, variant.peer, setup.store):
+                record(variant, setup, paths.out, FIELDS, partial(_measure, prepared=prepared))
 
 
-def _record(cell: Cell, variant: Variant, setup: Setup, prepared: Prepared, paths: Paths) -> None:
-    where = (paths.out, cell.name, variant.peer, variant.name)
+def record(
+    variant: Variant,
+    setup: Setup,
+    out: Path,
+    fields: Sequence[str],
+    measure: Callable[[Variant, Setup], dict[str, Any] | str],
+) -> None:
+    """Measure a variant into a row, or into a line of the log.
+
+    Args:
+        measure: gives the row, with ``median_us``, ``launch_us`` and ``compile_s``, or says what is
+            wrong with the result.
+    """
+    where = (out, setup.cell.name, variant.peer, variant.name)
     try:
-        row = _measure(variant, setup, prepared, where)
+        row = measure(variant, setup)
     except PeerMissingError as missing:
         log_event(*where, "missing", str(missing))
     except Exception as failure:  # one peer's failure is a line of the log; the others still run
@@ -123,18 +134,18 @@ def _record(cell: Cell, variant: Variant, setup: Setup, prepared: Prepared, path
             *where, "error", f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
         )
     else:
-        if row is not None:
-            append_row(paths.out, FIELDS, row)
-            say(
-                f"  {cell.name:22s} {variant.peer:13s} {variant.name:20s} {row['median_us']:10.1f}"
-                f" us  launch {row['launch_us']:10.1f} us  (compile {row['compile_s']:.1f} s)"
-            )
+        if isinstance(row, str):
+            log_event(*where, "incorrect", row)
+            return
+        append_row(out, fields, row)
+        say(
+            f"  {where[1]:22s} {variant.peer:13s} {variant.name:20s} {row['median_us']:10.1f}"
+            f" us  launch {row['launch_us']:10.1f} us  (compile {row['compile_s']:.1f} s)"
+        )
 
 
-def _measure(
-    variant: Variant, setup: Setup, prepared: Prepared, where: tuple[Path, str, str, str]
-) -> dict[str, Any] | None:
-    """A row, or None when the output is wrong."""
+def _measure(variant: Variant, setup: Setup, prepared: Prepared) -> dict[str, Any] | str:
+    """A row, or what is wrong with the output."""
     device = setup.device
     attend = variant.build(setup)
     compile_s = timing.first_call(attend, prepared.check_inputs, device)
@@ -145,8 +156,7 @@ def _measure(
     report, problem = oracle.check(attend, inputs, rows, prepared.expected, rounded)
     del rounded
     if problem:
-        log_event(*where, "incorrect", problem)
-        return None
+        return problem
     peak = timing.peak_bytes(attend, prepared.check_inputs, device)
     launch = timing.launch_time(attend, prepared.sets, device)
     replay = timing.replay_time(attend, prepared.sets, device)

@@ -53,8 +53,9 @@ def all_losses(held: Sequence[Group]) -> list[Losses]:
         if group.on_gpu:
             told.append(_attention(group, "launch_us", "launches included"))
     for group in of_kind(held, "backward"):
-        told.append(_attention(group, "median_us", "both passes, replay"))
-        told.append(_attention(group, "backward_us", "backward pass, replay"))
+        how = "replay" if group.on_gpu else "calls"
+        told.append(_attention(group, "median_us", f"both passes, {how}"))
+        told.append(_attention(group, "backward_us", f"backward pass, {how}"))
     for group in of_kind(held, "e2e"):
         told.append(_models(group, replayed, "replay" if group.on_gpu else "calls"))
         if group.on_gpu:

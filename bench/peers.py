@@ -285,15 +285,12 @@ def default_variants(cell: Cell) -> list[Variant]:
 
 
 def chosen_variants(cell: Cell, device: torch.device, only: Iterable[str]) -> list[Variant]:
-    """The variants that ``--peers`` selects: all of a ``peer``, or one as ``peer/variant``.
-
-    Where it says nothing, all but those in fp8.
-    """
+    """The variants that ``--peers`` selects: all of a ``peer``, or one as ``peer/variant``."""
     return chosen_of(attention_variants(cell, device), only)
 
 
 def chosen_of(every: Iterable[Variant], only: Iterable[str]) -> list[Variant]:
-    """Those among some variants."""
+    """Those of ``every`` that ``only`` names as ``--peers`` does; by default all but fp8."""
     wanted = set(only)
     if not wanted:
         return [v for v in every if not v.fp8]

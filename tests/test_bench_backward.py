@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 
 pytestmark = pytest.mark.usefixtures("bench_path")
 
@@ -40,7 +41,7 @@ def test_the_reference_is_the_gradient_of_attention_in_fp64(cell, prepared):
     found = step(*leaves, wanted)
     assert prepared.planes == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     for whole, expected in zip(found, prepared.expected, strict=True):
-        assert torch.allclose(whole.flatten(0, 1), expected, rtol=1e-9, atol=1e-12)
+        assert_close(whole.flatten(0, 1), expected)
 
 
 def test_some_planes_of_many_are_compared_the_first_and_last_among_them(cell):
@@ -58,7 +59,7 @@ def test_right_gradients_pass_and_faults_are_seen(cell, prepared):
 
     step = backward.both_passes(attend_with(cell))
     report, problem = backward.check(step, prepared, torch.float32)
-    assert problem == "" and 0 < report.max_rel < 1e-4
+    assert problem == "" and report.ok and report.max_rel > 0
 
     def spoiled(number, value, at):
         def run(*inputs):
@@ -69,8 +70,61 @@ def test_right_gradients_pass_and_faults_are_seen(cell, prepared):
         return backward.check(run, prepared, torch.float32)[1]
 
     assert "dv: max" in spoiled(2, 1.0, (1, 2, 5))
+    assert "dv: max" in spoiled(2, 0.0, (1, 2, slice(90, 96)))
     assert "dq: max" in spoiled(0, 1.0, (0, 0, 95))
     assert "dk is not finite" in spoiled(1, float("nan"), (1, 0, 3))
+
+
+def test_a_fault_in_keys_that_few_rows_see_is_seen(cell):
+    """Under a causal mask the gradients of the last keys are small beside the others."""
+    import backward
+
+    causal = replace(cell, mask="causal", seq=2048, dtype="float16", batch=1, heads=1)
+    prepared = backward.prepare(causal, torch.device("cpu"), 3)
+    found = [t.half()[None] for t in prepared.expected]
+    for number, name in ((1, "dk"), (2, "dv")):
+        spoiled = [t.clone() for t in found]
+        spoiled[number][:, :, -16:] = 0
+        problem = backward.check(lambda *_, s=spoiled: tuple(s), prepared, torch.float16)[1]
+        assert f"{name}: max" in problem and "each tile" in problem
+    assert backward.check(lambda *_: tuple(found), prepared, torch.float16)[1] == ""
+
+
+def test_faults_in_planes_without_a_reference_are_seen(cell, prepared):
+    import backward
+
+    step, few = backward.both_passes(attend_with(cell)), replace(prepared, planes=[(0, 0)])
+    few = replace(few, expected=tuple(t[:1] for t in prepared.expected))
+
+    def problem(number):
+        def run(*inputs):
+            found = [t.clone() for t in step(*inputs)]
+            found[number][1, 2] *= 0.5
+            return tuple(found)
+
+        return backward.check(run, few, torch.float32)[1]
+
+    assert backward.check(step, few, torch.float32)[1] == ""
+    assert "dv over all keys" in problem(2)
+    assert "different sums" in problem(0) and "different sums" in problem(1)
+
+
+def test_passes_that_were_timed_in_two_ways_are_no_row(cell, prepared, monkeypatch, tmp_path):
+    import backward
+    from peers import Setup, Variant
+
+    from stof_compile.measure import Timing
+
+    methods = iter(("cuda-graph", "events (cannot be captured)"))
+    timed = Timing(1.0, 1.0, 1.0, 3, "launch")
+    monkeypatch.setattr(backward.timing, "launch_time", lambda *a: timed)
+    monkeypatch.setattr(
+        backward.timing, "replay_time", lambda *a: replace(timed, method=next(methods))
+    )
+    variant = Variant("sdpa_mask", "v", lambda setup: attend_with(cell))
+    setup = Setup(cell, torch.device("cpu"), prepared.keep, tmp_path)
+    with pytest.raises(RuntimeError, match="by cuda-graph, the first by events"):
+        backward._measure(variant, setup, prepared)
 
 
 def test_a_forward_pass_holds_what_the_other_needs(cell, prepared):
@@ -116,7 +170,7 @@ def test_a_cell_by_the_command_line(tmp_path, capsys):
         assert float(r["median_us"]) == pytest.approx(
             float(r["forward_us"]) + float(r["backward_us"]), rel=1e-3
         )
-        assert 0 < float(r["max_rel"]) < 1e-4
+        assert float(r["max_rel"]) > 0
     assert "1x128/causal" in capsys.readouterr().out
     again = run.parser().parse_args([*words, "--peers", "sdpa_mask,stof_fn", "--resume"])
     driver.settle(again)

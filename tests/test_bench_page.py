@@ -159,6 +159,28 @@ def test_every_kind_has_its_section(folder):
     assert "attention only" in text and "| 1.67 |" in text  # of the ablation, 200 / 120
 
 
+def test_an_ablation_is_a_group_of_its_own(folder):
+    """Its rows, of a process of their own, do not replace those of the whole models."""
+    from gather import groups
+    from page import render
+    from plot import pictures_of
+
+    newer = {"date": "2026-01-03T00:00Z"}
+    write(folder / "e2e-ablation-cuda.csv", [
+        model("compile-default", "900", "950", **newer),
+        model("stof-default", "300", "350", **newer),
+        model("stof-attention", "450", "500", **newer),
+    ])  # fmt: skip
+    held = {group.name: group for group in groups(folder)}
+    assert "900" not in {row["graph_us"] for row in held["e2e-cuda"].rows}
+    assert [p.name for p in pictures_of(held["e2e-ablation-cuda"])] == [
+        "bench-e2e-ablation-cuda-ablation.png"
+    ]
+    text = render(folder)
+    assert "### e2e-ablation-cuda\n" in text and "### ablation e2e-cuda\n" in text
+    assert "| gpt2 1x128 | 0.9000 | 2.00 |" in text
+
+
 def test_where_stof_loses_is_told_cell_by_cell(folder):
     from page import render
 

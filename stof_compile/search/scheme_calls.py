@@ -24,7 +24,7 @@ def scheme_calls(
         Functions of a turn; another turn takes other sets, and alike segments of a turn read
         weights of their own.
     """
-    calls = []
+    calls: list[Callable[[int], None]] = []
     for scheme in schemes:
         count = Counter(recipe.key for recipe, _ in scheme)
         seen: Counter[str] = Counter()
