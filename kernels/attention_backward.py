@@ -31,6 +31,7 @@ from .problem import (
 )
 
 KERNELS = (attention_backward_query_kernel, attention_backward_key_kernel)
+FEW_TILES = 6  # of a row: the next piece is best a small one, which takes less before the first
 
 
 class Piece(NamedTuple):
@@ -40,20 +41,34 @@ class Piece(NamedTuple):
     block_k: int  # keys of a piece, at most those of a tile
     num_warps: int
     num_stages: int  # depth of the load pipeline
+    registers: int = 0  # of a thread at most; 0: as many as the compiler likes
+
+    @property
+    def stats_per_row(self) -> int:
+        """Numbers that the key kernel loads of a row at once, see ``backward_tiles.load_stats``."""
+        return max(2, min(16, 32 * self.num_warps // self.block_q))
+
+    def options(self) -> dict[str, int]:
+        """Arguments of a launch."""
+        sizes = {"BLOCK_M": self.block_q, "BLOCK_N": self.block_k}
+        depth = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return sizes | depth | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def pieces(
-    head_dim: int, value_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+    head_dim: int, value_dim: int, dtype: torch.dtype, capability: tuple[int, int], few: bool
 ) -> tuple[Piece, Piece]:
-    """The largest piece of a tile of the query kernel and of the key kernel.
+    """The piece of a tile of the query kernel and of the key kernel.
 
     Args:
         head_dim: of q and k. value_dim: of v.
         dtype: of q, k and v.
         capability: (major, minor) of the device.
+        few: the rows have less than ``FEW_TILES`` tiles on average.
 
-    Not measured on a GPU: the largest pieces that tests/kernels/test_backward_compile.py compiles
-    without spills and within the shared memory of the device.
+    Those of Hopper for fp16 and bf16 and head dims up to 128 are the fastest measured (see
+    docs/kernels.md). The others were not measured: the largest that
+    tests/kernels/test_backward_compile.py compiles without spills and within the shared memory.
     """
     width = next_power_of_two(max(head_dim, value_dim))
     hip = torch.version.hip is not None
@@ -63,6 +78,10 @@ def pieces(
         if width > 64:
             return small, Piece(16, 16, 4, 2) if hip and width > 128 else small
         return Piece(32, 32, 8, 2), small if hip else Piece(32, 32, 8, 2)
+    if capability == (9, 0) and not hip and width <= 64:
+        return Piece(64, 32 if few else 64, 4, 3), Piece(32, 64, 4, 3)
+    if capability == (9, 0) and not hip and width <= 128:
+        return Piece(64, 32, 4, 2 if few else 3), Piece(32, 64, 4, 3)
     if width <= 64:
         return Piece(64, 64, 4, 2), Piece(64 if by_groups or hip else 32, 64, 4, 2)
     if width <= 128:
@@ -71,6 +90,18 @@ def pieces(
     if hip:
         return Piece(16, 32, 8, 2), Piece(16, 32, 8, 2)
     return Piece(64 if by_groups else 32, 32, 8, 2), Piece(32, 32, 8, 2)
+
+
+def _order(slots: int, planes: int, bytes_in_use: int, device: torch.device) -> tuple[int, int]:
+    """Slots, the heaviest first, that all heads begin with, so that none of those comes last; and
+    how many heads work at the same time on the others: as many as stay in the L2 cache. Past it
+    every tile would come from memory.
+    """
+    heavy = max(1, slots // 32)
+    if device.type != "cuda":
+        return heavy, planes
+    held = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) // 2
+    return heavy, max(1, min(planes, held * planes // max(1, bytes_in_use)))
 
 
 def backward_refusal(
@@ -146,8 +177,7 @@ def attention_backward_blockwise(
     if p.batch == 0 or p.rows == 0 or cols == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     lse = lse.contiguous()
-    delta = torch.empty_like(lse)
-    inverse = torch.empty_like(lse) if p.bias is not None else delta
+    padded = p.rows * block_q
     grad_lse = None if grad_lse is None else grad_lse.contiguous().float()
     lanes = 16 // q.element_size()
     tensors = (p.q, p.k, p.v, out, grad_out)
@@ -177,36 +207,42 @@ def attention_backward_blockwise(
         **band_flags(band),
     }
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
-    sizes = piece_sizes or pieces(p.head_dim, p.value_dim, q.dtype, capability)
+    few = arrays.col_idx.numel() < FEW_TILES * arrays.row_order.numel()
+    sizes = piece_sizes or pieces(p.head_dim, p.value_dim, q.dtype, capability, few)
     by_query, by_key = (
         piece._replace(block_q=min(piece.block_q, block_q), block_k=min(piece.block_k, block_k))
         for piece in sizes
     )
-    per_head = p.batch * p.heads
+    constants["STATS_N"] = by_key.stats_per_row
+    stats = lse.new_empty((p.batch, p.heads, padded, by_key.stats_per_row))
+    inverse = stats if p.bias is None else lse.new_empty((p.batch, p.heads, padded))
+    query_slots = p.rows * (block_q // by_query.block_q)
+    key_slots = cols * (block_k // by_key.block_k)
+    per_head, kv_heads = p.batch * p.heads, p.heads // p.group
+    per_key_head = p.batch * kv_heads
+    keys_bytes = (k.numel() + v.numel()) * q.element_size()
+    rows_bytes = (q.numel() + grad_out.numel()) * q.element_size()
     with on_device(q):
-        attention_backward_query_kernel[(p.rows * (block_q // by_query.block_q) * per_head,)](
+        attention_backward_query_kernel[(query_slots * per_head,)](
             p.q, *sq, p.k, *sk, p.v, *sv, out, *so, grad_out, *sg,
-            lse, delta if grad_lse is None else grad_lse, delta, inverse, dq,
+            lse, stats if grad_lse is None else grad_lse, stats, inverse, dq,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.bitmap,
             arrays.row_order, padding, padding_stride, added, *added_strides,
-            per_head, p.heads, p.q_len, p.k_len, p.rows, q_offset, *band_arguments(band),
+            per_head, p.heads, *_order(query_slots, per_head, keys_bytes, q.device),
+            p.q_len, padded, p.k_len, p.rows, q_offset, *band_arguments(band),
             **constants, HAS_GRAD_LSE=grad_lse is not None,
-            BLOCK_M=by_query.block_q, BLOCK_N=by_query.block_k,
-            num_warps=by_query.num_warps, num_stages=by_query.num_stages,
+            STATS_M=by_key.block_q, **by_query.options(),
         )  # fmt: skip
-        kv_heads = p.heads // p.group
-        attention_backward_key_kernel[
-            (cols * (block_k // by_key.block_k) * p.batch * kv_heads,)
-        ](
+        attention_backward_key_kernel[(key_slots * per_key_head,)](
             p.q, *sq, p.k, *sk, p.v, *sv, grad_out, *sg,
-            lse, delta, inverse, dk, dv,
+            stats, inverse, dk, dv,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             key_ptr, key_ptr.stride(0), key_tiles, key_tiles.stride(0), arrays.bitmap,
             padding, padding_stride, added, *added_strides,
-            p.batch * kv_heads, kv_heads, p.q_len, p.k_len, cols, q_offset, *band_arguments(band),
+            per_key_head, kv_heads, *_order(key_slots, per_key_head, rows_bytes, q.device),
+            p.q_len, padded, p.k_len, cols, q_offset, *band_arguments(band),
             **constants, EVEN_Q=p.q_len % block_q == 0,
-            BLOCK_M=by_key.block_q, BLOCK_N=by_key.block_k,
-            num_warps=by_key.num_warps, num_stages=by_key.num_stages,
+            **by_key.options(),
         )  # fmt: skip
     return dq, dk, dv

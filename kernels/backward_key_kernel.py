@@ -9,8 +9,14 @@ Weights and pieces: ``backward_tiles.py``.
 import triton
 import triton.language as tl
 
-from .backward_tiles import kept_by_bitmap, softcap_slope, weights_of
-from .mask_tiles import band_bounds, split_program_id
+from .backward_tiles import (
+    grouped_program_id,
+    kept_by_bitmap,
+    load_stats,
+    softcap_slope,
+    weights_of,
+)
+from .mask_tiles import band_bounds
 from .softmax import attention_scores
 
 
@@ -35,13 +41,13 @@ def _kept_by_band_keys_first(
 @triton.jit
 def _key_pieces(
     dk, dv, k_tile, v_tile, kept_keys, begin, end, first_k, key_in_tile,
-    q_head, step_q, grad_head, step_g, lse_head, delta_head, inverse_head,
+    q_head, step_q, grad_head, step_g, stats_head, inverse_head,
     row_idx, bitmap_id, bitmap, bias_ptrs, stride_bm, n_valid, q_len, k_len, q_offset,
     band_lo, band_hi, global_q, global_k, band_cap,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    STATS_N: tl.constexpr, PRECISION: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -56,10 +62,14 @@ def _key_pieces(
     q_off = m_idx[:, None] * step_q + d_idx[None, :]
     grad_off = m_idx[:, None] * step_g + dv_idx[None, :]
     PIECES: tl.constexpr = TILE_M // BLOCK_M
+    row_next = tl.load(row_idx + begin, mask=begin < end, other=0)
     for i in range(begin * PIECES, end * PIECES):
         t = i // PIECES
         in_tile = i % PIECES * BLOCK_M
-        first_q = tl.load(row_idx + t) * TILE_M + in_tile
+        first_q = row_next * TILE_M + in_tile
+        # a piece early: what is loaded next does not wait for its own address
+        t_next = (i + 1) // PIECES
+        row_next = tl.load(row_idx + t_next, mask=t_next < end, other=0)
         m_valid = m_idx < (q_len - first_q)
 
         # -- weights ----
@@ -68,9 +78,9 @@ def _key_pieces(
             q_tile = tl.load(q_at)
         else:
             q_tile = tl.load(q_at, mask=m_valid[:, None] & (d_idx[None, :] < HEAD_DIM), other=0.0)
-        row_lse = tl.load(lse_head + first_q + m_idx, mask=m_valid, other=float("-inf"))
-        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-        row_delta = tl.load(delta_head + first_q + m_idx, mask=m_valid, other=0.0)
+        row_lse, row_delta = load_stats(
+            stats_head + first_q.to(tl.int64) * STATS_N, BLOCK_M, STATS_N
+        )
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         s = attention_scores(s, SCALE, SOFTCAP, LINEAR)
         if SOFTCAP > 0:
@@ -82,7 +92,7 @@ def _key_pieces(
         if MASKED:
             if BAND:
                 lower, upper, head = band_bounds(
-                    first_q + m_idx + q_offset, k_len, band_lo, band_hi, global_q, global_k,
+                    m_idx + (first_q + q_offset), k_len, band_lo, band_hi, global_q, global_k,
                     band_cap, HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
                 )  # fmt: skip
                 keep = _kept_by_band_keys_first(
@@ -99,7 +109,7 @@ def _key_pieces(
             s = tl.where(kept_keys[:, None], s, float("-inf"))
         p = weights_of(s, row_lse[None, :], MULT, HAS_BIAS)
         if HAS_BIAS:
-            row_inverse = tl.load(inverse_head + first_q + m_idx, mask=m_valid, other=0.0)
+            row_inverse = tl.load(inverse_head + first_q + m_idx)
             p = p * row_inverse[None, :]
 
         # -- gradient of the values, then of the scores and the keys ----
@@ -119,39 +129,53 @@ def _key_pieces(
 
 
 @triton.jit
+def _place(
+    pid, plane_map, plane_stride_b, plane_stride_h, key_ptr, ptr_stride,
+    planes, heads, heavy, together, cols,
+    BLOCK_N: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, SINGLE_PLANE: tl.constexpr,
+):  # fmt: skip
+    """(batch, key head, first key in the column, column) of a program."""
+    b, kv, slot = grouped_program_id(pid, cols * PIECES, planes, heads, heavy, together)
+    base = 0
+    if not SINGLE_PLANE:  # in any order every column has its program: that of the first head
+        base = tl.load(plane_map + b * plane_stride_b + kv * GROUP * plane_stride_h) * cols
+    col = tl.load(key_ptr + 2 * ptr_stride + base + slot // PIECES)
+    return b, kv, slot % PIECES * BLOCK_N, col
+
+
+@triton.jit(do_not_specialize=["heavy", "together"])
 def attention_backward_key_kernel(
     q, stride_qb, stride_qh, stride_qm,
     k, stride_kb, stride_kh, stride_kn,
     v, stride_vb, stride_vh, stride_vn,
     grad, stride_gb, stride_gh, stride_gm,
-    lse, delta, inverse, dk, dv,
+    stats, inverse, dk, dv,
     plane_map, plane_stride_b, plane_stride_h,
     key_ptr, ptr_stride, key_tiles, tiles_stride, bitmap,
     key_keep, stride_pb,
     bias, stride_bb, stride_bh, stride_bm, stride_bn,
-    batch_heads, heads, q_len, k_len, cols, q_offset,
+    batch_heads, heads, heavy, together, q_len, padded_q_len, k_len, cols, q_offset,
     band_lo, band_hi, global_q, global_k, band_cap,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GROUP: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, VEC: tl.constexpr, STATS_N: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SINGLE_PLANE: tl.constexpr, HAS_PART: tl.constexpr, BAND: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
+    SINGLE_PLANE: tl.constexpr, HAS_PART: tl.constexpr,
+    BAND: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Program (piece of a tile column, batch, key head): dK and dV; batch_heads, heads are k's."""
     PIECES: tl.constexpr = TILE_N // BLOCK_N
-    b, kv, slot = split_program_id(cols * PIECES, batch_heads, heads, True)
-    base = 0
-    if not SINGLE_PLANE:  # in any order every column has its program: that of the first head
-        base = tl.load(plane_map + b * plane_stride_b + kv * GROUP * plane_stride_h) * cols
-    col = tl.load(key_ptr + 2 * ptr_stride + base + slot // PIECES)
-    in_tile = slot % PIECES * BLOCK_N
+    b, kv, in_tile, col = _place(
+        tl.program_id(0), plane_map, plane_stride_b, plane_stride_h, key_ptr, ptr_stride,
+        batch_heads, heads, heavy, together, cols, BLOCK_N, PIECES, GROUP, SINGLE_PLANE,
+    )  # fmt: skip
     first_k = col * TILE_N + in_tile
     k64 = first_k.to(tl.int64)
     b64 = b.to(tl.int64)
     kv64 = kv.to(tl.int64)
+    plane = b * heads + kv
 
     # -- key and value tiles, kept for the whole column ----
     n_idx = tl.arange(0, BLOCK_N)
@@ -171,6 +195,7 @@ def attention_backward_key_kernel(
 
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
+    base = 0
     for member in range(GROUP):
         h = kv * GROUP + member
         h64 = h.to(tl.int64)
@@ -181,34 +206,48 @@ def attention_backward_key_kernel(
         end = tl.load(key_ptr + base + col + 1)
         q_head = q + (b64 * stride_qb + h64 * stride_qh) * VEC
         grad_head = grad + (b64 * stride_gb + h64 * stride_gh) * VEC
-        of_head = ((b64 * heads + kv64) * GROUP + member) * q_len
+        of_head = (plane * GROUP + member).to(tl.int64) * padded_q_len
         bias_head = bias + (b64 * stride_bb + h64 * stride_bh + k64 * stride_bn)
         bias_ptrs = bias_head + (n_idx[:, None] * stride_bn + m_idx[None, :] * stride_bm)
         if HAS_PART:
             dk_tile, dv_tile = _key_pieces(
                 dk_tile, dv_tile, k_tile, v_tile, kept_keys, begin, middle, first_k, in_tile,
                 q_head, stride_qm * VEC, grad_head, stride_gm * VEC,
-                lse + of_head, delta + of_head, inverse + of_head,
+                stats + STATS_N * of_head, inverse + of_head,
                 key_tiles, key_tiles + tiles_stride, bitmap, bias_ptrs, stride_bm, n_valid,
                 q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
                 SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EVEN_Q, EVEN_K,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STATS_N, PRECISION, EVEN_Q, EVEN_K,
                 HAS_PADDING, HAS_BIAS, True, BAND,
                 HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
             )  # fmt: skip
         dk_tile, dv_tile = _key_pieces(
             dk_tile, dv_tile, k_tile, v_tile, kept_keys, middle, end, first_k, in_tile,
             q_head, stride_qm * VEC, grad_head, stride_gm * VEC,
-            lse + of_head, delta + of_head, inverse + of_head,
+            stats + STATS_N * of_head, inverse + of_head,
             key_tiles, key_tiles + tiles_stride, bitmap, bias_ptrs, stride_bm, n_valid,
             q_len, k_len, q_offset, band_lo, band_hi, global_q, global_k, band_cap,
             SCALE, SOFTCAP, MULT, LINEAR, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EVEN_Q, EVEN_K,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STATS_N, PRECISION, EVEN_Q, EVEN_K,
             HAS_PADDING, HAS_BIAS, False, BAND,
             HAS_LO, HAS_HI, HAS_GLOBAL_Q, HAS_GLOBAL_K, HAS_CAP,
         )  # fmt: skip
 
-    of_key = (b64 * heads + kv64) * k_len + k64
+    if BLOCK_D + BLOCK_DV > 128:
+        # beside sums this wide the place would spill: it is found again, and the compiler must not
+        # know that what it reads there is 0
+        again = tl.load(key_ptr, volatile=True)
+        b, kv, in_tile, col = _place(
+            tl.program_id(0) + again, plane_map, plane_stride_b, plane_stride_h, key_ptr,
+            ptr_stride, batch_heads, heads, heavy, together, cols, BLOCK_N, PIECES, GROUP,
+            SINGLE_PLANE,
+        )  # fmt: skip
+        first_k = col * TILE_N + in_tile
+        plane = b * heads + kv
+        n_valid = n_idx < (k_len - first_k)
+        k_mask = n_valid[:, None] & (d_idx[None, :] < HEAD_DIM)
+        v_mask = n_valid[:, None] & (dv_idx[None, :] < VALUE_DIM)
+    of_key = plane.to(tl.int64) * k_len + first_k
     dk_at = dk + of_key * HEAD_DIM + (n_idx[:, None] * HEAD_DIM + d_idx[None, :])
     tl.store(dk_at, (dk_tile * SCALE).to(dk.dtype.element_ty), mask=k_mask)
     dv_at = dv + of_key * VALUE_DIM + (n_idx[:, None] * VALUE_DIM + dv_idx[None, :])

@@ -2,14 +2,21 @@
 what they compute.
 
 It walks the query rows over the lists of the forward pass, and leaves what the second kernel needs
-of every query row (``delta``). Weights and pieces: ``backward_tiles.py``.
+of every query row (``store_stats``). Weights and pieces: ``backward_tiles.py``.
 """
 
 import triton
 import triton.language as tl
 
-from .backward_tiles import kept_by_bitmap, softcap_slope, weights_of
-from .mask_tiles import band_bounds, band_tile, split_program_id
+from .backward_tiles import (
+    grouped_program_id,
+    kept_by_bitmap,
+    prepared_lse,
+    softcap_slope,
+    store_stats,
+    weights_of,
+)
+from .mask_tiles import band_bounds, band_tile
 from .softmax import attention_scores
 
 
@@ -32,10 +39,14 @@ def _query_pieces(
     k_off = n_idx[:, None] * step_k + d_idx[None, :]
     v_off = n_idx[:, None] * step_v + dv_idx[None, :]
     PIECES: tl.constexpr = TILE_N // BLOCK_N
+    col_next = tl.load(col_idx + begin, mask=begin < end, other=0)
     for i in range(begin * PIECES, end * PIECES):
         t = i // PIECES
         in_tile = i % PIECES * BLOCK_N
-        first_k = tl.load(col_idx + t) * TILE_N + in_tile
+        first_k = col_next * TILE_N + in_tile
+        # a piece early: what is loaded next does not wait for its own address
+        t_next = (i + 1) // PIECES
+        col_next = tl.load(col_idx + t_next, mask=t_next < end, other=0)
         n_valid = n_idx < (k_len - first_k)
 
         # -- weights ----
@@ -88,32 +99,35 @@ def _query_pieces(
     return dq, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heavy", "together"])
 def attention_backward_query_kernel(
     q, stride_qb, stride_qh, stride_qm,
     k, stride_kb, stride_kh, stride_kn,
     v, stride_vb, stride_vh, stride_vn,
     out, stride_ob, stride_oh, stride_om,
     grad, stride_gb, stride_gh, stride_gm,
-    lse, grad_lse, delta, inverse, dq,
+    lse, grad_lse, stats, inverse, dq,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
     key_keep, stride_pb,
     bias, stride_bb, stride_bh, stride_bm, stride_bn,
-    batch_heads, heads, q_len, k_len, rows, q_offset,
+    batch_heads, heads, heavy, together, q_len, padded_q_len, k_len, rows, q_offset,
     band_lo, band_hi, global_q, global_k, band_cap,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MULT: tl.constexpr, LINEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    SINGLE_PLANE: tl.constexpr, HAS_PART: tl.constexpr, BAND: tl.constexpr,
+    STATS_M: tl.constexpr, STATS_N: tl.constexpr, SINGLE_PLANE: tl.constexpr,
+    HAS_PART: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece of a tile row, batch, head): dQ, delta and with a bias 1 / sum of weights."""
+    """Program (piece of a tile row, batch, head): dQ, and of the rows what the other needs."""
     PIECES: tl.constexpr = TILE_M // BLOCK_M
-    b, h, slot = split_program_id(rows * PIECES, batch_heads, heads, True)
+    b, h, slot = grouped_program_id(
+        tl.program_id(0), rows * PIECES, batch_heads, heads, heavy, together
+    )  # fmt: skip
     base = 0
     if not SINGLE_PLANE:
         base = tl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
@@ -149,12 +163,14 @@ def attention_backward_query_kernel(
     of_row = (b64 * heads + h64) * q_len + q64
     row_lse = tl.load(lse + of_row + m_idx, mask=m_valid, other=float("-inf"))
     without_keys = row_lse == float("-inf")
-    row_lse = tl.where(without_keys, float("inf"), row_lse)
+    row_lse = prepared_lse(row_lse, HAS_BIAS)
     row_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
     if HAS_GRAD_LSE:
         row_delta -= tl.load(grad_lse + of_row + m_idx, mask=m_valid, other=0.0)
     row_delta = tl.where(without_keys, 0.0, row_delta)
-    tl.store(delta + of_row + m_idx, row_delta, mask=m_valid)
+    of_stats = (b64 * heads + h64) * padded_q_len + q64
+    stats_head = stats + STATS_N * (of_stats - q64)
+    store_stats(stats_head, first_q + m_idx, row_lse, row_delta, STATS_M, STATS_N)
 
     k_head = k + (b64 * stride_kb + kv64 * stride_kh) * VEC
     v_head = v + (b64 * stride_vb + kv64 * stride_vh) * VEC
@@ -175,7 +191,7 @@ def attention_backward_query_kernel(
     for step in tl.static_range(0 if HAS_BIAS else 1, 2):
         if step == 1 and HAS_BIAS:
             row_inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
-            tl.store(inverse + of_row + m_idx, row_inverse, mask=m_valid)
+            tl.store(inverse + of_stats + m_idx, row_inverse)
         if HAS_PART:
             dq_tile, total = _query_pieces(
                 dq_tile, total, q_tile, grad_tile, row_lse, row_inverse, row_delta, begin, middle,

@@ -13,6 +13,21 @@ from .softmax import LOG2E
 
 
 @triton.jit
+def grouped_program_id(pid, slots, planes, heads, heavy, together):
+    """Program id to (batch, head, slot): the first ``heavy`` slots of all heads, then the others,
+    for ``together`` neighbouring heads at a time.
+    """
+    rest = pid - heavy * planes
+    others = tl.maximum(slots - heavy, 1)  # all may be heavy
+    first = rest // (others * together) * together
+    inner = rest % (others * together)
+    count = tl.maximum(tl.minimum(together, planes - first), 1)
+    plane = tl.where(rest < 0, pid % planes, first + inner % count)
+    slot = tl.where(rest < 0, pid // planes, heavy + inner // count)
+    return plane // heads, plane % heads, slot
+
+
+@triton.jit
 def _bits(octets):
     """Bytes to their bits along a new last dimension, int32, non-zero where set."""
     bit = 1 << tl.arange(0, 8)
@@ -41,10 +56,54 @@ def kept_by_bitmap(
 
 
 @triton.jit
+def prepared_lse(lse, HAS_BIAS: tl.constexpr):
+    """Log-sum-exp of rows as ``weights_of`` adds it to scores; -inf where a row has no keys."""
+    less = tl.where(lse == float("-inf"), float("-inf"), -lse)
+    return less if HAS_BIAS else less * LOG2E
+
+
+@triton.jit
 def weights_of(s, lse, MULT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Weights of scores; ``lse`` (natural) broadcasts to them."""
+    """Weights of scores; ``lse`` (prepared) broadcasts to them."""
     # with a bias subtract before multiplying: the lowest finite number times log2(e) overflows
-    return tl.exp2((s - lse) * MULT) if HAS_BIAS else tl.exp2(tl.fma(s, MULT, lse * -LOG2E))
+    return tl.exp2((s + lse) * MULT) if HAS_BIAS else tl.exp2(tl.fma(s, MULT, lse))
+
+
+@triton.jit
+def _first_half(x, SIZE: tl.constexpr):
+    """Of every row of [rows, SIZE] the elements 0, 2, 4 ..."""
+    pairs = tl.reshape(x, (x.shape[0], SIZE // 2, 2)) if SIZE > 2 else x
+    first, _ = tl.split(pairs)
+    return first
+
+
+@triton.jit
+def load_stats(at, STATS_M: tl.constexpr, STATS_N: tl.constexpr):
+    """What ``store_stats`` kept of ``STATS_M`` rows: (prepared log-sum-exp, delta).
+
+    With fewer numbers than a program has threads each of them would load by itself all it needs, so
+    ``STATS_N`` numbers of a row are loaded, 2 or more.
+    """
+    kept = tl.load(at + tl.arange(0, STATS_N * STATS_M))
+    kept = tl.trans(tl.reshape(kept, (STATS_N, STATS_M)))
+    lse, delta = tl.split(tl.reshape(kept, (STATS_M, STATS_N // 2, 2)) if STATS_N > 2 else kept)
+    for times in tl.static_range(1, 4):  # 2, 4, 8 or 16 of a row
+        if STATS_N >> times > 1:
+            lse = _first_half(lse, STATS_N >> times)
+            delta = _first_half(delta, STATS_N >> times)
+    return lse, delta
+
+
+@triton.jit
+def store_stats(
+    stats, rows, lse, delta, STATS_M: tl.constexpr, STATS_N: tl.constexpr
+):  # fmt: skip
+    """Keep the prepared log-sum-exp and delta of rows: by ``STATS_M`` rows, first one, then the
+    other, so that the second kernel loads both of a piece at once.
+    """
+    at = stats + (rows // STATS_M * (STATS_N * STATS_M) + rows % STATS_M)
+    tl.store(at, lse)
+    tl.store(at + STATS_M, delta)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ POINTERS = {
     "pack_id": "*i32",
     "pack_bitmap": "*i64",
     "queue": "*i32",
-    "delta": "*fp32",
+    "stats": "*fp32",
     "inverse": "*fp32",
     "grad_lse": "*fp32",
     "key_ptr": "*i32",

@@ -25,13 +25,13 @@ SLIDING = [-32, 32, 0, 0, FAR]
 KERNELS = {"query": attention_backward_query_kernel, "key": attention_backward_key_kernel}
 
 
-def piece_on(kernel, target, head_dim, dtype, tile):
+def piece_on(kernel, target, head_dim, dtype, tile, few=False):
     """A build of torch for ROCm reports gfx942 as capability 9.4."""
     with pytest.MonkeyPatch.context() as patch:
         if target == GFX942:
             patch.setattr(torch.version, "hip", "6.4")
         capability = (9, 4) if target == GFX942 else divmod(target, 10)
-        sizes = pieces(head_dim, head_dim, dtype, capability)
+        sizes = pieces(head_dim, head_dim, dtype, capability, few)
     piece = sizes[0] if kernel == "query" else sizes[1]
     return piece._replace(block_q=min(piece.block_q, tile[0]), block_k=min(piece.block_k, tile[1]))
 
@@ -60,7 +60,9 @@ def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), **
         **band_flags(list(band)),
         **changes,
     }
-    values |= {"HAS_GRAD_LSE": False} if kernel == "query" else {"EVEN_Q": True}
+    values["STATS_N"] = piece.stats_per_row
+    own = {"HAS_GRAD_LSE": False, "STATS_M": piece.block_q}
+    values |= own if kernel == "query" else {"EVEN_Q": True}
     compiled = compile_kernel(
         KERNELS[kernel], target, NAMES[dtype], values, piece.num_warps, piece.num_stages
     )
