@@ -41,7 +41,6 @@ class Piece(NamedTuple):
     block_k: int  # keys of a piece, at most those of a tile
     num_warps: int
     num_stages: int  # depth of the load pipeline
-    registers: int = 0  # of a thread at most; 0: as many as the compiler likes
 
     @property
     def stats_per_row(self) -> int:
@@ -50,9 +49,12 @@ class Piece(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """Arguments of a launch."""
-        sizes = {"BLOCK_M": self.block_q, "BLOCK_N": self.block_k}
-        depth = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return sizes | depth | ({"maxnreg": self.registers} if self.registers else {})
+        return {
+            "BLOCK_M": self.block_q,
+            "BLOCK_N": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 def pieces(
