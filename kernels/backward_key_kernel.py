@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 
 from .backward_tiles import (
-    grouped_program_id,
     kept_by_bitmap,
     load_stats,
     softcap_slope,
     weights_of,
 )
-from .mask_tiles import band_bounds
+from .mask_tiles import band_bounds, grouped_program_id
 from .softmax import attention_scores
 
 

@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 
 from .backward_tiles import (
-    grouped_program_id,
     kept_by_bitmap,
     prepared_lse,
     softcap_slope,
     store_stats,
     weights_of,
 )
-from .mask_tiles import band_bounds, band_tile
+from .mask_tiles import band_bounds, band_tile, grouped_program_id
 from .softmax import attention_scores
 
 

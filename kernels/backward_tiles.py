@@ -1,7 +1,7 @@
 """Device code that the two kernels of the gradient of attention share.
 
-A weight is recomputed from the log-sum-exp of its row: p = exp(x - lse). Rows without keys get
-+inf for their -inf, so that every weight of theirs is exp(-inf), exactly 0; rows past the end too.
+A weight is recomputed from the log-sum-exp of its row: p = exp(x - lse). For rows without keys that
+is taken for +inf, so that every weight of theirs is exp(-inf), exactly 0; rows past the end too.
 A program takes a piece of a mask tile, since two accumulators and two products hold more registers
 than the forward pass needs: a mask tile is TILE_M x TILE_N, a piece BLOCK_M x BLOCK_N.
 """
@@ -10,21 +10,6 @@ import triton
 import triton.language as tl
 
 from .softmax import LOG2E
-
-
-@triton.jit
-def grouped_program_id(pid, slots, planes, heads, heavy, together):
-    """Program id to (batch, head, slot): the first ``heavy`` slots of all heads, then the others,
-    for ``together`` neighbouring heads at a time.
-    """
-    rest = pid - heavy * planes
-    others = tl.maximum(slots - heavy, 1)  # all may be heavy
-    first = rest // (others * together) * together
-    inner = rest % (others * together)
-    count = tl.maximum(tl.minimum(together, planes - first), 1)
-    plane = tl.where(rest < 0, pid % planes, first + inner % count)
-    slot = tl.where(rest < 0, pid // planes, heavy + inner // count)
-    return plane // heads, plane % heads, slot
 
 
 @triton.jit

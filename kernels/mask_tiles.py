@@ -23,6 +23,21 @@ def split_program_id(slots, batch_heads, heads, HEADS_FAST: tl.constexpr):
 
 
 @triton.jit
+def grouped_program_id(pid, slots, planes, heads, heavy, together):
+    """Program id to (batch, head, slot): the first ``heavy`` slots of all heads, then the others,
+    for ``together`` neighbouring heads at a time.
+    """
+    rest = pid - heavy * planes
+    others = tl.maximum(slots - heavy, 1)  # all may be heavy
+    first = rest // (others * together) * together
+    inner = rest % (others * together)
+    count = tl.maximum(tl.minimum(together, planes - first), 1)
+    plane = tl.where(rest < 0, pid % planes, first + inner % count)
+    slot = tl.where(rest < 0, pid // planes, heavy + inner // count)
+    return plane // heads, plane % heads, slot
+
+
+@triton.jit
 def bitmap_tile(
     bitmap, tile_id, rows_in_tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip

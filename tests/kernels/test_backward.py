@@ -118,6 +118,16 @@ def test_gradients(case):
     check(case)
 
 
+@pytest.mark.parametrize(("heavy", "together"), [(1, 1), (1, 3), (2, 3), (2, 8)])
+def test_any_order_of_the_heads(heavy, together, monkeypatch):
+    from stof_compile.kernels import attention_backward
+
+    monkeypatch.setattr(
+        attention_backward, "_order", lambda slots, *_: (min(heavy, slots), together)
+    )
+    check(Case(rule="random", batch=2, heads=4, group=2, q_len=33, k_len=49))
+
+
 def test_gradients_behind_the_forward_kernel():
     from stof_compile.kernels.attention_backward import attention_backward_blockwise
     from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward

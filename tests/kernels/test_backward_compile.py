@@ -25,19 +25,22 @@ SLIDING = [-32, 32, 0, 0, FAR]
 KERNELS = {"query": attention_backward_query_kernel, "key": attention_backward_key_kernel}
 
 
-def piece_on(kernel, target, head_dim, dtype, tile, few=False):
+def pieces_on(target, head_dim, dtype, tile, few):
     """A build of torch for ROCm reports gfx942 as capability 9.4."""
     with pytest.MonkeyPatch.context() as patch:
         if target == GFX942:
             patch.setattr(torch.version, "hip", "6.4")
         capability = (9, 4) if target == GFX942 else divmod(target, 10)
         sizes = pieces(head_dim, head_dim, dtype, capability, few)
-    piece = sizes[0] if kernel == "query" else sizes[1]
-    return piece._replace(block_q=min(piece.block_q, tile[0]), block_k=min(piece.block_k, tile[1]))
+    return [
+        piece._replace(block_q=min(piece.block_q, tile[0]), block_k=min(piece.block_k, tile[1]))
+        for piece in sizes
+    ]
 
 
-def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), **changes):
-    piece = piece_on(kernel, target, head_dim, dtype, tile)
+def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), few=False, **changes):
+    by_query, by_key = pieces_on(target, head_dim, dtype, tile, few)
+    piece = by_query if kernel == "query" else by_key
     width = next_power_of_two(head_dim)
     values = {
         **score_constants(head_dim**-0.5, 0.0, changes.get("HAS_BIAS", False)),
@@ -60,8 +63,8 @@ def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), **
         **band_flags(list(band)),
         **changes,
     }
-    values["STATS_N"] = piece.stats_per_row
-    own = {"HAS_GRAD_LSE": False, "STATS_M": piece.block_q}
+    values["STATS_N"] = by_key.stats_per_row
+    own = {"HAS_GRAD_LSE": False, "STATS_M": by_key.block_q}
     values |= own if kernel == "query" else {"EVEN_Q": True}
     compiled = compile_kernel(
         KERNELS[kernel], target, NAMES[dtype], values, piece.num_warps, piece.num_stages
@@ -94,10 +97,16 @@ def test_pieces_of_other_operands_fit(kernel, target, head_dim, dtype):
     assert_fits(compile_backward(kernel, target, head_dim, dtype)[1], target)
 
 
-@pytest.mark.parametrize("target", [80, 90])
+@pytest.mark.parametrize(("target", "head_dim"), [(80, 64), (90, 64), (90, 96), (90, 128)])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_pieces_of_a_band_fit(kernel, target):
-    assert_fits(compile_backward(kernel, target, 64, HALF, SLIDING)[1], target)
+def test_pieces_of_a_band_fit(kernel, target, head_dim):
+    assert_fits(compile_backward(kernel, target, head_dim, HALF, SLIDING)[1], target)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("band", [(), SLIDING], ids=["bitmap", "band"])
+def test_pieces_of_few_tiles_fit(head_dim, band):
+    assert_fits(compile_backward("query", 90, head_dim, HALF, band, few=True)[1], 90)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
