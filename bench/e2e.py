@@ -8,16 +8,16 @@ timing, launches included), ``back_to_back_us`` a call in a row of calls. Compil
 apart in ``compile_s``. ``floor_us`` is what the products, the attention and the weights of the
 model need at the ceilings of the device.
 
-On a CPU all ways of a cell are compiled first and then called in turns (turns.py); ``detail`` of
-STOF's rows says how its calls differ from those of plain torch.compile by Welch's test and a paired
-test of rounds (significance.py).
+All ways of a cell are compiled first and then called in turns (turns.py); ``detail`` of STOF's rows
+says how its calls differ from those of plain torch.compile by Welch's test and a paired test of
+rounds (significance.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import traceback
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ import timing
 import torch
 import turns
 from attention import Paths
-from details import stof_detail
 from machine import conditions, version_of
 from models import model_names, model_work
 from results import append_row, log_event, read_rows, say, settled_lines
@@ -89,26 +88,26 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
     }
     done |= {row["peer"] for row in settled_lines(args.out) if row["cell"] == args.worker}
     ways = [w for w in chosen_ways(device, model, shape, args.peers) if w.name not in done]
+    if not warming:
+        turns.ready()
     subject = make_subject(model, shape, device, store, args.seed, answer=not warming)
-    facts = {} if warming else _facts(subject, device, args.out)
-    if device.type == "cpu" and not warming:
-        _call_in_turns(args, ways, subject, facts)
-        return
+    if warming:
+        _warm(args, ways, subject)
+    else:
+        _call_in_turns(args, ways, subject, _facts(subject, device, args.out))
+
+
+def _warm(args: argparse.Namespace, ways: Sequence[Way], subject: Subject) -> None:
+    """Compile ways, so that the timed processes find the compilers' caches filled."""
     for way in ways:
-        where = (args.out, args.worker, way.name, model)
         peer = "stof" if way.attention == "stof" else way.name
-        with timing.own_caches(args.caches, f"e2e-{peer}", subject.setup.store):
-            try:
-                row = _run_way(asked(way, args), subject, where, device)
-            except (
-                Exception
-            ) as failure:  # one way's failure is a line of the log; the others still run
-                if not warming:  # the timed pass meets it again
-                    text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
-                    log_event(*where, "error", text)
-                continue
-        if row is not None:
-            _append(args, {**facts, **row})
+        # what fails fails again in the timed pass, which says so
+        with (
+            timing.own_caches(args.caches, f"e2e-{peer}", subject.setup.store),
+            contextlib.suppress(Exception),
+        ):
+            call, _ = compile_model(asked(way, args), subject)
+            timing.first_call(call, subject.sets[0], subject.setup.device)
 
 
 def _append(args: argparse.Namespace, row: dict[str, Any]) -> None:
@@ -122,32 +121,36 @@ def _append(args: argparse.Namespace, row: dict[str, Any]) -> None:
 def _call_in_turns(
     args: argparse.Namespace, ways: Sequence[Way], subject: Subject, facts: dict[str, Any]
 ) -> None:
-    """The rows of a cell on a CPU.
+    """The rows of a cell.
 
     Plain torch.compile takes its turns too where it has a row already: STOF is tested against it.
     """
     wanted = {way.name for way in ways}
-    if ways and turns.PLAIN not in wanted:
+    if turns.PLAIN not in wanted and any(way.attention == "stof" for way in ways):
         plain = chosen_ways(subject.setup.device, subject.model, subject.shape, turns.PLAIN)
         ways = [*plain, *ways]
+    if subject.setup.device.type == "cuda":
+        torch.cuda.empty_cache()  # the processes of the ways need it
     with ExitStack() as held:
+        processes = turns.begin(args, ways)
+        for process in processes:
+            held.callback(process.close)
         right, errors = [], {}
-        for way in ways:
-            where = (args.out, args.worker, way.name, subject.model)
-            turn = turns.begin(args, way)
+        for process in processes:
+            turn = turns.compiled(args, process)
             if turn is None:
                 continue
-            held.callback(turn.close)
-            errors[way.name] = _errors(turn.output, subject)
-            if _is_right(errors[way.name], subject, where):
+            errors[turn.way.name] = _errors(turn.output, subject)
+            where = (args.out, args.worker, turn.way.name, subject.model)
+            if _is_right(errors[turn.way.name], subject, where):
                 right.append(turn)
             else:
                 turn.close()
         for turn, times in zip(right, _timed(args, right, subject.model), strict=True):
             largest, rms = errors[turn.way.name]
             row = {
-                "peer": turn.way.name, "graph_us": "", "compile_s": turn.compile_s,
-                "max_rel": largest, "rms_rel": rms, **times,
+                "peer": turn.way.name, "compile_s": turn.compile_s, "max_rel": largest,
+                "rms_rel": rms, **times,
             }  # fmt: skip
             if turn.way.name in wanted:
                 _append(args, {**facts, **row})
@@ -169,7 +172,7 @@ def _errors(output: Tensor, subject: Subject) -> tuple[float, float]:
     """The largest and the rms difference from the fp64 model, over its largest and rms value."""
     expected = subject.expected
     assert expected is not None, "only warming has no answer, and it times nothing"
-    error = output.double() - expected
+    error = output.to(expected.device).double() - expected
     rms = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
     return float(error.abs().max() / expected.abs().max()), rms
 
@@ -183,54 +186,6 @@ def _is_right(
         return True
     log_event(*where, "incorrect", f"rms {rms:.3g} max {largest:.3g} against the fp64 model")
     return False
-
-
-def _run_way(
-    way: Way, subject: Subject, where: tuple[Path, str, str, str], device: torch.device
-) -> dict[str, Any] | None:
-    """A row of a way, or None when there is nothing to time or the output is wrong."""
-    call, compiled = compile_model(way, subject)
-    compile_s = timing.first_call(call, subject.sets[0], device)
-    if subject.expected is None:
-        return None
-    row = _measure(call, subject, way, where, device)
-    if row is None:
-        return None
-    detail = stof_detail(compiled) if way.attention == "stof" else ""
-    return {**row, "peer": way.name, "compile_s": compile_s, "detail": detail}
-
-
-def _measure(
-    call: Callable[..., Tensor],
-    subject: Subject,
-    way: Way,
-    where: tuple[Path, str, str, str],
-    device: torch.device,
-) -> dict[str, Any] | None:
-    """Timings and errors, or None when the output is wrong."""
-    sets, expected = subject.sets, subject.expected
-    assert expected is not None, "only warming has no answer, and it times nothing"
-    timing.poison(expected.shape, subject.setup.cell.torch_dtype, device)
-    errors = _errors(call(*sets[0]), subject)
-    if not _is_right(errors, subject, where):
-        return None
-    peak = timing.peak_bytes(call, sets[0], device)
-    plain = timing.launch_time(call, sets, device, budget_s=1.0)
-    graph = None
-    if not way.has_graphs and device.type == "cuda":
-        graph = timing.replay_time(call, sets, device, budget_s=0.5)
-    return {
-        "graph_us": graph.median_us if graph else "",
-        "graph_method": graph.method if graph else "",
-        "median_us": plain.median_us,
-        "p20_us": plain.p20_us,
-        "p80_us": plain.p80_us,
-        "runs": plain.runs,
-        "back_to_back_us": timing.back_to_back_us(call, sets, device),
-        "peak_bytes": peak,
-        "max_rel": errors[0],
-        "rms_rel": errors[1],
-    }
 
 
 def _facts(subject: Subject, device: torch.device, out: Path) -> dict[str, Any]:

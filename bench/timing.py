@@ -128,20 +128,23 @@ def launch_time(
     times_us: list[float] = []
     end = time.monotonic() + budget_s
     while len(times_us) < 5 or (time.monotonic() < end and len(times_us) < 500):
-        args = sets[len(times_us) % len(sets)]
-        if device.type == "cuda":
-            start_event = torch.cuda.Event(enable_timing=True)
-            end_event = torch.cuda.Event(enable_timing=True)
-            start_event.record()
-            fn(*args)
-            end_event.record()
-            end_event.synchronize()
-            times_us.append(1e3 * start_event.elapsed_time(end_event))
-        else:
-            start = time.perf_counter_ns()
-            fn(*args)
-            times_us.append((time.perf_counter_ns() - start) / 1e3)
+        times_us.append(call_us(fn, sets[len(times_us) % len(sets)], device))
     return Timing(*(at(times_us, p) for p in (0.5, 0.2, 0.8)), len(times_us), "launch")
+
+
+def call_us(fn: Callable[..., Any], args: Sequence[Any], device: torch.device) -> float:
+    """Microseconds of one call; on a GPU, whose queue has to be empty, until its work has ended."""
+    if device.type == "cuda":
+        start_event = torch.cuda.Event(enable_timing=True)
+        end_event = torch.cuda.Event(enable_timing=True)
+        start_event.record()
+        fn(*args)
+        end_event.record()
+        end_event.synchronize()
+        return 1e3 * float(start_event.elapsed_time(end_event))
+    start = time.perf_counter_ns()
+    fn(*args)
+    return (time.perf_counter_ns() - start) / 1e3
 
 
 def at(samples: Sequence[float], share: float) -> float:

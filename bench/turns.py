@@ -1,10 +1,12 @@
-"""Ways of a whole model called in turns on a CPU, each in a process of its own.
+"""Ways of a whole model called in turns, each in a process of its own.
 
-What else runs on the machine disturbs calls for seconds at a time, so ways that are timed one after
-the other cannot be compared. Here all ways of a cell are compiled first and then called in turns.
+What else runs on the machine disturbs calls for seconds at a time, and launches of the same call by
+a factor of two, so ways that are timed one after the other cannot be compared. Here all ways of a
+cell are compiled first, one at a time, and then called in turns.
 A process each keeps what one way leaves in Dynamo (FlexAttention needs graph breaks on a CPU, after
-which the model's own code is skipped) away from the others. A process compiles, reports, and then
-makes a call whenever it is told to.
+which the model's own code is skipped) away from the others. A process prepares its inputs, compiles
+when it is told to, reports (on a GPU with the times that do not depend on the host), and then makes
+a call whenever it is told to.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ PLAIN = "compile-default"
 BUDGET_S = 15.0  # of calls in turns, for each way
 ROUNDS = (5, 30)  # fewest and most
 PAUSE_S = 0.01  # before a call, for threads of the one before to stop waiting for work
+GPU_CALLS = 5  # that a sample is the median of; a call before them takes the GPU over
 
 
 class TurnFailed(Exception):
@@ -48,20 +51,36 @@ class TurnFailed(Exception):
 
 
 @dataclass
-class Turn:
-    """A way whose process waits for its turns.
+class Process:
+    """A way's process, which has its inputs and waits to be told to compile.
 
     Args:
-        end: waits for the end of its process, once the connection is closed.
-        compile_s: seconds of the first call. output: of the first input set. detail: what STOF did.
+        end: waits for the end of the process, once the connection is closed.
     """
 
     way: Way
     connection: Connection
     end: Callable[[], object]
+
+    def close(self) -> None:
+        """End it; nothing where it has ended."""
+        self.connection.close()
+        self.end()
+
+
+@dataclass
+class Turn(Process):
+    """A way whose process waits for its turns.
+
+    Args:
+        compile_s: seconds of the first call. output: of the first input set. detail: what STOF did.
+        columns: what else was measured.
+    """
+
     compile_s: float
     output: Tensor
     detail: str
+    columns: dict[str, Any]
 
     def take(self, turn: int) -> float:
         """Microseconds of one call.
@@ -79,31 +98,54 @@ class Turn:
             raise TurnFailed(self, answer["failed"])
         return float(answer)
 
-    def close(self) -> None:
-        """End its process; nothing where it has ended."""
-        self.connection.close()
-        self.end()
+
+def ready() -> None:
+    """Have what the processes import imported, while the caller goes on."""
+    cell_process.start_server()
 
 
-def begin(args: argparse.Namespace, way: Way) -> Turn | None:
-    """Start a way's process and wait until it has compiled; None and a logged line if it fails."""
-    here, there = Pipe()
-    end = start(args, way, there)
+def begin(args: argparse.Namespace, ways: Sequence[Way]) -> list[Process]:
+    """Start the processes of ways together, and wait until all have their inputs; those that fail
+    are missing, with a logged line each.
+    """
+    begun = []
+    for way in ways:
+        here, there = Pipe()
+        begun.append(Process(way, here, start(args, way, there)))
     try:
-        found = here.recv()
-    except (EOFError, OSError):
-        found = {"failed": f"its process ended with {end()}"}
+        return [process for process in begun if _answer(args, process) is not None]
     except BaseException:
-        here.close()
+        for process in begun:
+            process.connection.close()
         raise
-    if "failed" in found:
-        model = args.worker.split("/")[0]
-        log_event(args.out, args.worker, way.name, model, "error", found["failed"])
-        here.close()
-        end()
+
+
+def compiled(args: argparse.Namespace, process: Process) -> Turn | None:
+    """Have a way's process compile; None and a logged line if it fails."""
+    with contextlib.suppress(OSError):  # it has ended, which the answer says
+        process.connection.send("compile")
+    found = _answer(args, process)
+    if found is None:
         return None
     output = torch.from_numpy(found.pop("output"))
-    return Turn(way, here, end, output=output, **found)
+    return Turn(process.way, process.connection, process.end, output=output, **found)
+
+
+def _answer(args: argparse.Namespace, process: Process) -> dict[str, Any] | None:
+    """What a process says; None and a logged line if it failed."""
+    try:
+        found = process.connection.recv()
+    except (EOFError, OSError):
+        found = {"failed": f"its process ended with {process.end()}"}
+    except BaseException:
+        process.connection.close()
+        raise
+    if "failed" not in found:
+        return dict(found)
+    model = args.worker.split("/")[0]
+    log_event(args.out, args.worker, process.way.name, model, "error", found["failed"])
+    process.close()
+    return None
 
 
 def start(args: argparse.Namespace, way: Way, there: Connection) -> Callable[[], object]:
@@ -117,7 +159,6 @@ def start(args: argparse.Namespace, way: Way, there: Connection) -> Callable[[],
         value = getattr(args, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     command += [*(["--smoke"] if args.smoke else []), "--worker", f"{args.worker}/{way.name}"]
-    cell_process.start_server()
     # of the group of this process, which is ended as a whole
     process = cell_process.start(command, os.environ, leads=False, talks=there)
     there.close()
@@ -126,15 +167,20 @@ def start(args: argparse.Namespace, way: Way, there: Connection) -> Callable[[],
 
 @torch.no_grad()
 def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
-    """Compile a way, report, and make a call for each number that comes: of that input set."""
+    """Prepare a way, compile and report when told to, and make a call for each number that comes:
+    of that input set.
+    """
     model, shape = args.worker.split("/")[:2]
     store = args.caches / "stof-store"
+    caches = f"{args.command}-{'stof' if way.attention == 'stof' else way.name}"
     with connection:
         try:
-            subject = make_subject(
-                model, shape, torch.device(args.device), store, args.seed, answer=False
-            )
-            with timing.own_caches(args.caches, f"{args.command}-{way.name}", store):
+            device = torch.device(args.device)
+            subject = make_subject(model, shape, device, store, args.seed, answer=False)
+            timing.synchronize(device)
+            connection.send({})
+            connection.recv()
+            with timing.own_caches(args.caches, caches, store):
                 call, report = _compiled(asked(way, args), subject)
                 connection.send(report)
                 _calls(call, subject, connection)
@@ -145,29 +191,48 @@ def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
 
 
 def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    device = subject.setup.device
-    call, compiled = compile_model(way, subject)
-    seconds = timing.first_call(call, subject.sets[0], device)
-    first = call(*subject.sets[0])
+    device, sets = subject.setup.device, subject.sets
+    call, model = compile_model(way, subject)
+    seconds = timing.first_call(call, sets[0], device)
+    first = call(*sets[0])
     timing.poison(first.shape, first.dtype, device)
     del first
     return call, {
         "compile_s": seconds,
-        "output": call(*subject.sets[0]).numpy(),
-        "detail": stof_detail(compiled) if way.attention == "stof" else "",
+        "output": call(*sets[0]).cpu().numpy(),
+        "detail": stof_detail(model) if way.attention == "stof" else "",
+        "columns": _gpu_columns(call, way, subject) if device.type == "cuda" else {"graph_us": ""},
+    }
+
+
+def _gpu_columns(call: Callable[..., Tensor], way: Way, subject: Subject) -> dict[str, Any]:
+    """The columns that the host has no say in, and calls in a row."""
+    device, sets = subject.setup.device, subject.sets
+    peak = timing.peak_bytes(call, sets[0], device)
+    graph = None if way.has_graphs else timing.replay_time(call, sets, device, budget_s=0.5)
+    return {
+        "graph_us": graph.median_us if graph else "",
+        "graph_method": graph.method if graph else "",
+        "back_to_back_us": timing.back_to_back_us(call, sets, device),
+        "peak_bytes": peak,
     }
 
 
 def _calls(call: Callable[..., Tensor], subject: Subject, connection: Connection) -> None:
+    device = subject.setup.device
     while True:
         try:
             turn = connection.recv()
         except EOFError:  # no more turns
             return
         inputs = subject.sets[turn % len(subject.sets)]
-        begun = time.perf_counter_ns()
-        call(*inputs)
-        connection.send((time.perf_counter_ns() - begun) / 1e3)
+        if device.type == "cuda":
+            call(*inputs)
+            timing.synchronize(device)
+            samples = [timing.call_us(call, inputs, device) for _ in range(GPU_CALLS)]
+            connection.send(median(samples))
+        else:
+            connection.send(timing.call_us(call, inputs, device))
 
 
 def one_round(takers: Sequence[Callable[[], float]], halves: tuple[int, int]) -> list[list[float]]:
@@ -199,7 +264,7 @@ def in_rounds(takers: Sequence[Callable[[int], float]], budget_s: float) -> list
 
 
 def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The columns of times of each way, and its detail.
+    """The columns of times of each way, what else was measured, and its detail.
 
     Raises:
         TurnFailed: by which one; the others can be timed again.
@@ -218,6 +283,7 @@ def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 "p20_us": timing.at(samples, 0.2),
                 "p80_us": timing.at(samples, 0.8),
                 "runs": len(samples),
+                **turn.columns,
                 "detail": " | ".join(detail),
             }
         )

@@ -101,8 +101,9 @@ NARROW = (64, 32, 4)
 # The Hopper kernel's (programs per multiprocessor, stages), by the width of a head.
 _HOPPER = {64: ((3, 3), (4, 2)), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2),)}
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
-# at most. Nothing spills then (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
-_LIMITED, _REGISTERS = (64, 64, 4, 3, 5), 128
+# at most; five of the narrow ones with a lazy softmax, which else takes more. Nothing spills then
+# (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
+_LIMITED, _REGISTERS = (64, 64, 4, 3, 5), {64: 128, 32: 88}  # by keys of a tile
 # Tile rows of all heads from which its workers have enough to do to repay their start.
 _HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
 
@@ -203,7 +204,8 @@ def configs(
     whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in dims)
     if capability[0] == 9 and torch.version.hip is None and plain and itemsize == 2 and whole:
         slim = [config for config in found if config[:5] == _LIMITED]
-        found += [config._replace(registers=_REGISTERS) for config in slim]
+        slim += [config._replace(num_stages=3, heads_fast=1) for config in narrowest[:2]]
+        found += [config._replace(registers=_REGISTERS[config.block_k]) for config in slim]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
     value_dim = head_dim if value_dim is None else value_dim
     if units < _HOPPER_UNITS or hopper_refusal(
@@ -303,9 +305,7 @@ def attention_block_forward(
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, values)]
     scales = (arrays.row_ptr,) * 3 if rounded is None else rounded[:3]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
-    capability = (9, 0)
-    if q.is_cuda and max(p.head_dim, p.value_dim) > 128:  # else it makes no difference
-        capability = torch.cuda.get_device_capability(q.device)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
     block_d, tail_d = product_widths(p.head_dim, capability)
     block_dv, tail_dv = product_widths(p.value_dim, capability)
     if rounded is not None:
@@ -359,6 +359,7 @@ def attention_block_forward(
             LOOPS=how.loops,
             PREFETCH=bool(how.prefetch),
             **band_flags(band),
+            LAZY=_lazy(how, p, capability, tail_dv),
             REGISTERS=_limit(how, p, band, softcap, return_lse),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
@@ -366,6 +367,18 @@ def attention_block_forward(
         if held is not None:
             merge_rows(held, arrays, out, lse)
     return out.transpose(1, 2), lse
+
+
+def _lazy(how: BlockConfig, p: AttentionProblem, capability: tuple[int, int], tail_dv: int) -> int:
+    """Elements of the result in a thread where the softmax may be lazy, else 0.
+
+    A warp has to hold 16 rows of it, which ``rescaled`` takes for granted; so it is on Hopper.
+    """
+    width = next_power_of_two(p.value_dim)
+    fits = how.block_q == 16 * how.num_warps >= 64 and width in (64, 128) and not tail_dv
+    plain = p.bias is None and p.q.element_size() == 2
+    hopper = p.q.is_cuda and torch.version.hip is None and capability[0] == 9
+    return width // 2 if fits and plain and hopper else 0
 
 
 def _limit(

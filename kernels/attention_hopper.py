@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .bound_launch import Descriptor, Repeat, launch, layout
-from .long_rows import merge_rows, new_pieces
+from .long_rows import WARPS, Pieces, merged, merging, new_pieces
 from .memo import remember
+from .merge_kernel import merge_rows_kernel
 from .problem import (
     LOG2E,
     TileMask,
@@ -42,6 +43,7 @@ class _Known(NamedTuple):
     has_part: bool
     has_tail: bool
     pieces: tuple[int, ...]  # arguments of new_pieces behind q; empty where no row is cut
+    merge: Repeat | None  # of their results
 
 
 _known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
@@ -197,11 +199,10 @@ def attention_hopper_forward(
         }
         options = {"num_warps": 4, "maxnreg": _REGISTERS[programs], "launch_pdl": True}
         repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
-        if parts is not None:
-            merge_rows(parts, arrays, out, lse)
+        merge = None if parts is None else _merge(parts, arrays, out, lse)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
-    if repeat is not None and not copied:
-        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, cut))
+    if repeat is not None and not copied and (parts is None or merge is not None):
+        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, cut, merge))
     return out.transpose(1, 2), lse
 
 
@@ -218,9 +219,15 @@ def _repeat(
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
         mask.row_order, *(parts or (queue, queue)),
     )  # fmt: skip
-    if parts is not None:
-        with on_device(q):
-            merge_rows(parts, mask, out, lse)
+    if parts is not None and known.merge is not None:
+        known.merge(*merged(parts, mask, out, lse))
+
+
+def _merge(parts: Pieces, mask: TileMask, out: Tensor, lse: Tensor) -> Repeat | None:
+    """Merge the pieces of long rows; the launch again, None the first time."""
+    programs, arguments, constants = merging(parts, mask, out, lse)
+    options = {"num_warps": WARPS, "launch_pdl": True}
+    return launch(merge_rows_kernel, programs, arguments, {**constants, "PDL": True}, options)
 
 
 def _new_queue(mask: TileMask) -> Tensor:

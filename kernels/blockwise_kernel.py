@@ -15,7 +15,15 @@ import triton.language as tl
 from .band_walk import band_tiles
 from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
 from .overlap_kernel import start_after_previous
-from .softmax import LN2, attention_scores, finish_softmax, softmax_step, starting_maximum
+from .softmax import (
+    LN2,
+    attention_scores,
+    finish_softmax,
+    lazy_step,
+    rescaled,
+    softmax_step,
+    starting_maximum,
+)
 
 # Weights are at most 1: times 256 they use the whole range of e4m3, from 2 ** -9 to 448.
 FP8_SHIFT: tl.constexpr = tl.constexpr(8)
@@ -76,6 +84,7 @@ def _attend_tiles(
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
     LOOPS: tl.constexpr, PREFETCH: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr,
+    LAZY: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Add tiles col_idx[begin:end] to the running softmax; only MASKED loops look at the mask.
 
@@ -158,6 +167,9 @@ def _attend_tiles(
         if FP8:
             p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS, FP8_SHIFT)
             p = p.to(tl.float8e4nv)
+        elif LAZY > 0 and REGISTERS > 0:
+            p, alpha, maximum, total = lazy_step(s, maximum, total, mult)
+            acc = rescaled(acc, alpha, LAZY)
         else:
             p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS)
             total = total * alpha + tl.sum(p, 1)
@@ -212,6 +224,7 @@ def attention_block_kernel(
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
     TAIL_D: tl.constexpr = 0, TAIL_DV: tl.constexpr = 0, SPLIT: tl.constexpr = False,
     FP8: tl.constexpr = False,
+    LAZY: tl.constexpr = 0,
     PDL: tl.constexpr = False, REGISTERS: tl.constexpr = 0,  # REGISTERS: for the assembler
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads.
@@ -305,6 +318,8 @@ def attention_block_kernel(
     acc_tail = total
     if FP8:
         total = tl.zeros([BLOCK_M, FP8_SUMS], dtype=tl.float32)
+    elif LAZY > 0 and REGISTERS > 0:
+        total = tl.zeros([BLOCK_M, 8], dtype=tl.float32)
     if TAIL_DV > 0:
         acc_tail = tl.zeros([BLOCK_M, TAIL_DV], dtype=tl.float32)
 
@@ -333,6 +348,7 @@ def attention_block_kernel(
             scale, SOFTCAP, mult, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS,
             PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K, FP8,
+            LAZY, REGISTERS,
         )  # fmt: skip
     if LOOPS == 2 or LOOPS == 3:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -344,6 +360,7 @@ def attention_block_kernel(
             scale, SOFTCAP, mult, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, False, LOOPS,
             PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K, FP8,
+            LAZY, REGISTERS,
         )  # fmt: skip
     if LOOPS >= 4:
         acc, acc_tail, total, maximum = _attend_tiles(
@@ -355,11 +372,14 @@ def attention_block_kernel(
             scale, SOFTCAP, mult, LINEAR, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             TAIL_D, TAIL_DV, PRECISION, EVEN_Q, EVEN_K, HAS_PADDING, HAS_BIAS, True, LOOPS,
             PREFETCH, BAND, HAS_LO, HAS_HI or HAS_CAP or not EVEN_K, HAS_GLOBAL_K, FP8,
+            LAZY, REGISTERS,
         )  # fmt: skip
 
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----
     if FP8:
         total = tl.max(total, 1) * FP8_UNSHIFT
+    elif LAZY > 0 and REGISTERS > 0:
+        total = tl.sum(total, 1)
     inverse, log_sum = finish_softmax(maximum, total, mult)
     if FP8:
         inverse = inverse * (v_factor * FP8_UNSHIFT)

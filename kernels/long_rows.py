@@ -14,6 +14,7 @@ from .merge_kernel import merge_rows_kernel
 from .problem import TileMask, broadcast_strides, launchable, next_power_of_two
 
 _STEP = 16  # rows of a merging program
+WARPS = 4  # of it
 
 
 class Pieces(NamedTuple):
@@ -37,27 +38,44 @@ def new_pieces(
 
 
 def merge_rows(pieces: Pieces, arrays: TileMask, out: Tensor, lse: Tensor) -> None:
-    """Write the rows that were computed in pieces.
+    """Write the rows that were computed in pieces, from an operator that traces look into.
 
     Args:
         pieces: of all heavy rows. arrays: of the mask; its ``row_order`` names the rows.
         out: [batch, q_len, heads, value_dim] memory. lse: [batch, heads, q_len], or [0].
     """
+    programs, arguments, constants = merging(pieces, arrays, out, lse)
+    launchable(merge_rows_kernel, out)[(programs,)](*arguments, **constants, num_warps=WARPS)
+
+
+def merging(
+    pieces: Pieces, arrays: TileMask, out: Tensor, lse: Tensor
+) -> tuple[int, list[Tensor | int], dict[str, int]]:
+    """The launch that merges: programs, arguments and constants of ``merge_rows_kernel``, but for
+    ``PDL``. ``merged`` gives the tensors among the arguments.
+    """
     planes, heavy_rows, count, block_q, width = pieces.values.shape
     _, q_len, heads, value_dim = out.shape
     rows = -(-q_len // block_q)
     step = min(_STEP, block_q)
-    launchable(merge_rows_kernel, out)[(planes * heavy_rows * (block_q // step),)](
-        pieces.values, pieces.stats,
-        arrays.plane_map, *broadcast_strides(arrays.plane_map), arrays.row_order,
-        out, lse if lse.numel() else pieces.stats,
+    values, stats, plane_map, row_order, out, lse = merged(pieces, arrays, out, lse)
+    arguments: list[Tensor | int] = [
+        values, stats, plane_map, *broadcast_strides(plane_map), row_order, out, lse,
         heads, q_len, rows, heavy_rows, count,
-        VALUE_DIM=value_dim,
-        WIDTH=width,
-        BLOCK_E=next_power_of_two(value_dim),
-        BLOCK_M=block_q,
-        STEP=step,
-        RETURN_LSE=lse.numel() > 0,
-        SINGLE_PLANE=arrays.row_order.numel() == rows,
-        num_warps=4,
-    )  # fmt: skip
+    ]  # fmt: skip
+    constants = {
+        "VALUE_DIM": value_dim,
+        "WIDTH": width,
+        "BLOCK_E": next_power_of_two(value_dim),
+        "BLOCK_M": block_q,
+        "STEP": step,
+        "RETURN_LSE": lse is not stats,
+        "SINGLE_PLANE": row_order.numel() == rows,
+    }
+    return planes * heavy_rows * (block_q // step), arguments, constants
+
+
+def merged(pieces: Pieces, arrays: TileMask, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of the launch that merges, in the kernel's order."""
+    held = lse if lse.numel() else pieces.stats  # where none is asked for, none is written
+    return pieces.values, pieces.stats, arrays.plane_map, arrays.row_order, out, held

@@ -9,6 +9,32 @@ import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# A lazy maximum lags behind by so many powers of two: weights reach 256, and few tiles after the
+# first rescale the result.
+SLACK: tl.constexpr = tl.constexpr(8.0)
+
+
+def rescale_code(count: int) -> str:
+    """PTX: ``count`` values of two rows times their factors, not in warps whose factors are 1.
+
+    In one line: what torch.compile copies of a kernel must have no backslash.
+    """
+    lines = ["{", ".reg .pred %grew;", f"setp.neu.f32 %grew, ${2 * count}, 0f3F800000;"]
+    lines += [f"@!%grew setp.neu.f32 %grew, ${2 * count + 2}, 0f3F800000;"]
+    lines += ["vote.sync.any.pred %grew, %grew, 0xffffffff;", "@!%grew bra KEPT;"]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return " ".join([*lines, "KEPT:", "}"])
+
+
+def rescale_operands(count: int) -> str:
+    """Constraints of ``rescale_code``."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+RESCALE_32: tl.constexpr = tl.constexpr(rescale_code(32))
+RESCALE_32_OPERANDS: tl.constexpr = tl.constexpr(rescale_operands(32))
+RESCALE_64: tl.constexpr = tl.constexpr(rescale_code(64))
+RESCALE_64_OPERANDS: tl.constexpr = tl.constexpr(rescale_operands(64))
 
 
 @triton.jit
@@ -55,6 +81,35 @@ def softmax_step(s, maximum, mult, HAS_BIAS: tl.constexpr, SHIFT: tl.constexpr =
         p = tl.exp2(tl.fma(s, mult, offset[:, None]))
         alpha = tl.exp2((maximum - new) * mult)
     return p, alpha, new
+
+
+@triton.jit
+def lazy_step(s, maximum, total, mult):
+    """``softmax_step`` with a maximum that lags behind, and sums [rows, 4] of every fourth pair of
+    columns: (weights, factor of the former sums, new maximum, new sums).
+    """
+    grown = tl.maximum(maximum, tl.max(s, 1))
+    new = tl.where(grown - maximum > SLACK / mult, grown, maximum)
+    offset = new * -mult
+    p = tl.exp2(tl.fma(s, mult, offset[:, None]))
+    alpha = tl.exp2((maximum - new) * mult)
+    octets = tl.reshape(p, (s.shape[0], s.shape[1] // 8, 8))
+    return p, alpha, new, tl.fma(total, alpha[:, None], tl.sum(octets, 1))
+
+
+@triton.jit
+def rescaled(acc, alpha, COUNT: tl.constexpr):
+    """``acc`` times a factor of each row; a thread holds ``COUNT`` of its elements, 32 or 64."""
+    factors = tl.broadcast_to(alpha[:, None], acc.shape)
+    if COUNT == 32:
+        result = tl.inline_asm_elementwise(
+            RESCALE_32, RESCALE_32_OPERANDS, [acc, factors], tl.float32, True, 32
+        )
+    else:
+        result = tl.inline_asm_elementwise(
+            RESCALE_64, RESCALE_64_OPERANDS, [acc, factors], tl.float32, True, 64
+        )
+    return result
 
 
 @triton.jit

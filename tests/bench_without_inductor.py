@@ -61,6 +61,7 @@ if __name__ == "__main__":
         mock.patch("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward),
         mock.patch.object(tuning, "in_new_process", in_this_process),
         mock.patch.object(turns, "start", in_a_thread),
+        mock.patch.object(turns, "ready", lambda: None),
         mock.patch.object(turns, "ROUNDS", (2, 2)),
         mock.patch.object(timing, "launch_time", few_calls),
         mock.patch.object(timing, "back_to_back_us", one_row),

@@ -10,6 +10,7 @@ import threading
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,13 +166,15 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
                     there.send(float(number))
 
         threading.Thread(target=calls).start()
-        held.append(turns.Turn(Way(name, name[:4]), here, lambda: ended.append(name), 0, None, ""))
+        end = partial(ended.append, name)
+        held.append(turns.Turn(Way(name, name[:4]), here, end, 0, None, "", {"graph_us": ""}))
 
     for name in ("compile-default", "flex-default", "stof-default", "stof-fusion"):
         begun(name)
     args = Namespace(out=tmp_path / "rows.csv", worker="bert-tiny/1x100")
     found = e2e._timed(args, held, "bert-tiny")
     assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
+    assert [times["graph_us"] for times in found] == ["", ""]
     assert [times["runs"] for times in found] == [4, 4] and "x compile-default" in found[1][
         "detail"
     ]

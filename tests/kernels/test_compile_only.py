@@ -150,12 +150,29 @@ def test_a_branch_takes_fewer_registers_where_it_has_to(head_dim, dtype, kind):
     """In all that the launcher gives a limit to."""
     (config,) = (c for c in offered_on(90, head_dim, dtype, plain=True) if c.registers)
     assert config._replace(registers=0) in offered_on(90, head_dim, dtype, plain=True)
+    check_limited(head_dim, dtype, kind, config, programs=4)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("kind", ["bitmap", "ragged bitmap", "band", "computed"])
+def test_five_narrow_programs_share_a_multiprocessor(head_dim, kind):
+    facts = {"is_band": True} if kind == "computed" else {}
+    offered = offered_on(90, head_dim, HALF, plain=True, narrow=True, **facts)
+    limited = [c for c in offered if c.registers and c.block_k == 32]
+    assert len(limited) == 2 and all(c.num_stages == 3 for c in limited)
+    for config in limited:
+        check_limited(head_dim, HALF, kind, config, programs=5)
+
+
+def check_limited(head_dim, dtype, kind, config, programs):
     even = "ragged" not in kind
-    band = band_flags([-22, 22, 22, 22, FAR] if kind == "band" else [])  # as BigBird's
+    bands = {"band": [-22, 22, 22, 22, FAR], "computed": SLIDING}  # the first as BigBird's
+    band = band_flags(bands.get(kind, []))
     changes = {"EVEN_Q": even, "EVEN_K": even, "SINGLE_PLANE": even, **band}
     found = compile_block(90, head_dim, dtype, config, **changes)[1]
     assert_fits(found, 90)
-    assert found.registers <= 128 and 4 * found.shared_bytes <= limits.shared_memory_limit((9, 0))
+    assert found.registers * 128 * programs <= 65536
+    assert programs * found.shared_bytes <= limits.shared_memory_limit((9, 0))
 
 
 def test_no_other_problem_has_a_limit_of_registers():
