@@ -160,7 +160,7 @@ def _timed(args: argparse.Namespace, right: list[turns.Turn], model: str) -> lis
     """Times of all that can be called; who fails leaves the list, with a line of the log."""
     while True:
         try:
-            return turns.timed(right)
+            return turns.timed(right, args.device)
         except turns.TurnFailed as failure:
             where = (args.out, args.worker, failure.turn.way.name, model)
             log_event(*where, "error", failure.reason)

@@ -36,10 +36,10 @@ from torch import Tensor
 from ways import Subject, Way, asked, compile_model, make_subject
 
 PLAIN = "compile-default"
-BUDGET_S = 15.0  # of calls in turns, for each way
+BUDGET_S = {"cpu": 15.0, "cuda": 4.0}  # of calls in turns, for each way
 ROUNDS = (5, 30)  # fewest and most
 PAUSE_S = 0.01  # before a call, for threads of the one before to stop waiting for work
-GPU_CALLS = 5  # that a sample is the median of; a call before them takes the GPU over
+WARM_S, CALLS_S = 0.03, 0.06  # of a sample on a GPU: calls in a row that count from the first on
 
 
 class TurnFailed(Exception):
@@ -227,9 +227,11 @@ def _calls(call: Callable[..., Tensor], subject: Subject, connection: Connection
             return
         inputs = subject.sets[turn % len(subject.sets)]
         if device.type == "cuda":
-            call(*inputs)
-            timing.synchronize(device)
-            samples = [timing.call_us(call, inputs, device) for _ in range(GPU_CALLS)]
+            begun, samples = time.monotonic(), []
+            while len(samples) < 3 or time.monotonic() < begun + WARM_S + CALLS_S:
+                us = timing.call_us(call, inputs, device)
+                if time.monotonic() > begun + WARM_S:
+                    samples.append(us)
             connection.send(median(samples))
         else:
             connection.send(timing.call_us(call, inputs, device))
@@ -263,13 +265,13 @@ def in_rounds(takers: Sequence[Callable[[int], float]], budget_s: float) -> list
     return [list(of_one) for of_one in zip(*rounds, strict=True)]
 
 
-def timed(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def timed(turns: Sequence[Turn], device: str) -> list[dict[str, Any]]:
     """The columns of times of each way, what else was measured, and its detail.
 
     Raises:
         TurnFailed: by which one; the others can be timed again.
     """
-    rounds = in_rounds([turn.take for turn in turns], BUDGET_S * len(turns))
+    rounds = in_rounds([turn.take for turn in turns], BUDGET_S[device] * len(turns))
     by_name = {turn.way.name: taken for turn, taken in zip(turns, rounds, strict=True)}
     found = []
     for turn in turns:

@@ -16,7 +16,6 @@ from torch import Tensor
 from .backward_key_kernel import attention_backward_key_kernel
 from .backward_query_kernel import attention_backward_query_kernel
 from .limits import multiplies_by_groups
-from .overlap import OverlappingKernel
 from .problem import (
     DTYPES,
     MAX_HEAD_DIM,
@@ -225,9 +224,8 @@ def attention_backward_blockwise(
     per_key_head = p.batch * kv_heads
     keys_bytes = (k.numel() + v.numel()) * q.element_size()
     rows_bytes = (q.numel() + grad_out.numel()) * q.element_size()
-    by_rows, by_columns = (OverlappingKernel(k, q.device, opaque=True) for k in KERNELS)
     with on_device(q):
-        by_rows[(query_slots * per_head,)](
+        attention_backward_query_kernel[(query_slots * per_head,)](
             p.q, *sq, p.k, *sk, p.v, *sv, out, *so, grad_out, *sg,
             lse, stats if grad_lse is None else grad_lse, stats, inverse, dq,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
@@ -238,7 +236,7 @@ def attention_backward_blockwise(
             **constants, HAS_GRAD_LSE=grad_lse is not None,
             STATS_M=by_key.block_q, **by_query.options(),
         )  # fmt: skip
-        by_columns[(key_slots * per_key_head,)](
+        attention_backward_key_kernel[(key_slots * per_key_head,)](
             p.q, *sq, p.k, *sk, p.v, *sv, grad_out, *sg,
             stats, inverse, dk, dv,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),

@@ -203,9 +203,12 @@ def configs(
     dims = head_dim, value_dim or head_dim
     whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in dims)
     if capability[0] == 9 and torch.version.hip is None and plain and itemsize == 2 and whole:
-        slim = [config for config in found if config[:5] == _LIMITED]
-        slim += [config._replace(num_stages=3, heads_fast=1) for config in narrowest[:2]]
-        found += [config._replace(registers=_REGISTERS[config.block_k]) for config in slim]
+        lazy = {config._replace(heads_fast=1) for config in narrowest[:2]}
+        slim = [config for config in found if config in lazy or config[:5] == _LIMITED]
+        found = [config for config in found if config not in lazy]  # faster with a limit
+        found += [
+            config._replace(num_stages=3, registers=_REGISTERS[config.block_k]) for config in slim
+        ]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
     value_dim = head_dim if value_dim is None else value_dim
     if units < _HOPPER_UNITS or hopper_refusal(

@@ -16,7 +16,6 @@ from .backward_tiles import (
     weights_of,
 )
 from .mask_tiles import band_bounds, grouped_program_id
-from .overlap_kernel import start_after_previous
 from .softmax import attention_scores
 
 
@@ -164,10 +163,8 @@ def attention_backward_key_kernel(
     SINGLE_PLANE: tl.constexpr, HAS_PART: tl.constexpr,
     BAND: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program (piece of a tile column, batch, key head): dK and dV; batch_heads, heads are k's."""
-    start_after_previous(PDL)
     PIECES: tl.constexpr = TILE_N // BLOCK_N
     b, kv, in_tile, col = _place(
         tl.program_id(0), plane_map, plane_stride_b, plane_stride_h, key_ptr, ptr_stride,

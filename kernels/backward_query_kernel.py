@@ -16,7 +16,6 @@ from .backward_tiles import (
     weights_of,
 )
 from .mask_tiles import band_bounds, band_tile, grouped_program_id
-from .overlap_kernel import start_after_previous
 from .softmax import attention_scores
 
 
@@ -122,10 +121,8 @@ def attention_backward_query_kernel(
     HAS_PART: tl.constexpr, BAND: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_GLOBAL_Q: tl.constexpr,
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program (piece of a tile row, batch, head): dQ, and of the rows what the other needs."""
-    start_after_previous(PDL)
     PIECES: tl.constexpr = TILE_M // BLOCK_M
     b, h, slot = grouped_program_id(
         tl.program_id(0), rows * PIECES, batch_heads, heads, heavy, together

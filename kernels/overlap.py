@@ -46,14 +46,10 @@ class OverlappingKernel:
 
     A limit of registers (``REGISTERS``) reaches the assembler, too; in traces whoever opened
     :func:`overlap_in_traces` sees to it.
-
-    Args:
-        opaque: launched by an operator that no trace looks into. There torch would put the launch
-            through its own operator for kernels, which takes some hundred microseconds.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, *, opaque: bool = False) -> None:
-        self._kernel, self._device, self._opaque = kernel, device, opaque
+    def __init__(self, kernel: Any, device: torch.device) -> None:
+        self._kernel, self._device = kernel, device
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         """The kernel on a grid, to be called with its arguments."""
@@ -62,7 +58,7 @@ class OverlappingKernel:
             from torch._library.triton import is_wrap_triton_enabled
 
             able = _overlaps(self._device)
-            if is_wrap_triton_enabled() and not self._opaque:  # traced
+            if is_wrap_triton_enabled():  # traced
                 named[ARGUMENT] = able and _traced.get()
                 if REGISTERS in named and not _traced.get():
                     named[REGISTERS] = 0  # nobody passes it on

@@ -24,6 +24,31 @@ def _block(case, config=None):
     attention_cases.check(on_gpu(attention_block_forward), config, case)
 
 
+def _lazy(rule, block_k, loops, registers):
+    import test_hopper
+    from close import assert_close
+    from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
+    from stof_compile.kernels.reference import attention_reference
+    from torch._library.triton import set_wrap_triton_enabled
+
+    from stof_compile.masks import build_block_mask
+
+    spec, shape = test_hopper.rules()[rule], (2, 4, 330, 64)
+    mask = build_block_mask(spec, 330, 330, (64, block_k), batch=2, heads=4)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, *shape, generator=generator).to(torch.bfloat16)
+    q *= 16  # maxima that grow beyond the slack, tile after tile
+    config = BlockConfig(64, block_k, 4, 3, loops, 1, registers=registers)
+    with set_wrap_triton_enabled(False):  # a limit of registers, as where no trace is taken
+        out, _ = on_gpu(attention_block_forward)(
+            q, k, v, list(mask.tensors), None, None, 0.125, 0.0, 0, [], config, False
+        )
+    keep = mask.to_dense()
+    assert_close(
+        out, attention_reference(q.double(), k.double(), v.double(), keep, None, None, 0.125)
+    )
+
+
 def _row(case):
     import attention_cases
     from stof_compile.kernels.attention_rowwise import RowConfig, attention_row_forward
@@ -167,6 +192,11 @@ def _cases():
         "decode": {"q_len": 1, "heads": 4, "group": 2, **band},
         "fp32": FEATURES | single,
     })  # fmt: skip
+    yield from forms("lazy-block", "attention_blockwise", _lazy, {
+        "narrow": ("bigbird", 32, 5, 88),
+        "narrow-loops": ("planes", 32, 3, 88),
+        "square": ("bigbird", 64, 5, 128),
+    }, "hopper")  # fmt: skip
     yield from forms("hopper-attention", "attention_hopper", _hopper_attention, {
         "planes": ("planes", 64, 3, 4, torch.bfloat16, (330, 330), 2),
         "bigbird": ("bigbird", 128, 2),

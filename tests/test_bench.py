@@ -171,7 +171,7 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
 
     for name in ("compile-default", "flex-default", "stof-default", "stof-fusion"):
         begun(name)
-    args = Namespace(out=tmp_path / "rows.csv", worker="bert-tiny/1x100")
+    args = Namespace(out=tmp_path / "rows.csv", worker="bert-tiny/1x100", device="cpu")
     found = e2e._timed(args, held, "bert-tiny")
     assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
     assert [times["graph_us"] for times in found] == ["", ""]
