@@ -25,16 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper_registers import ROWS, fragment_layout, kept_scores, rescaled, without
+from .softmax import LN2, SLACK
 
 # newer Triton renamed the copies and the barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-# Weights of a row are relative to its largest score, or to one that was and is smaller by at most
-# this, in powers of two: they reach 256, and few tiles after the first rescale the result.
-SLACK: gl.constexpr = gl.constexpr(8.0)
 WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
 
 
@@ -160,7 +157,7 @@ def consume(
     """Attend unit by unit.
 
     Weights are relative to an earlier maximum of the row until scores exceed it by more than
-    ``SLACK`` powers of two; then sums and result are scaled (``softmax.py`` does so in every tile).
+    ``SLACK`` powers of two; then sums and result are scaled.
     """
     dtype: gl.constexpr = o_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .softmax import RESCALE_32, RESCALE_32_OPERANDS, RESCALE_64, RESCALE_64_OPERANDS
+
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a unit and keys of a tile
 
 
@@ -50,27 +52,16 @@ def kept_scores(words, scores: gl.constexpr):
     return gl.convert_layout(kept, scores, assert_trivial=True) != 0
 
 
-@gluon.constexpr_function
-def rescale_code(count):
-    """PTX: ``count`` values of two rows times their factors, not in warps whose factors are 1."""
-    lines = ["{", ".reg .pred %grew;", f"setp.neu.f32 %grew, ${2 * count}, 0f3F800000;"]
-    lines += [f"@!%grew setp.neu.f32 %grew, ${2 * count + 2}, 0f3F800000;"]
-    lines += ["vote.sync.any.pred %grew, %grew, 0xffffffff;", "@!%grew bra KEPT;"]
-    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    return "\n".join([*lines, "KEPT:", "}"])
-
-
-@gluon.constexpr_function
-def rescale_operands(count):
-    """Constraints of ``rescale_code``."""
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
 @gluon.jit
 def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
-    """``acc`` times a factor of each row."""
-    COUNT: gl.constexpr = BLOCK_D // 2
+    """``acc`` times a factor of each row; ``softmax.py`` says how."""
     factors = alpha[:, None].broadcast_to(acc.shape)
-    return gl.inline_asm_elementwise(
-        rescale_code(COUNT), rescale_operands(COUNT), [acc, factors], gl.float32, False, COUNT
-    )
+    if BLOCK_D == 64:
+        result = gl.inline_asm_elementwise(
+            RESCALE_32, RESCALE_32_OPERANDS, [acc, factors], gl.float32, False, 32
+        )
+    else:
+        result = gl.inline_asm_elementwise(
+            RESCALE_64, RESCALE_64_OPERANDS, [acc, factors], gl.float32, False, 64
+        )
+    return result

@@ -1,4 +1,4 @@
-"""Device functions of the online softmax that the portable attention kernels share.
+"""Device functions of the online softmax that the attention kernels share.
 
 A score is kept in a unit of its own: a weight is exp2(mult * (score - maximum)), so the plain case
 keeps raw dot products and folds scale * log2(e) into one multiply-add with the maximum.
@@ -9,8 +9,9 @@ import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# A lazy maximum lags behind by so many powers of two: weights reach 256, and few tiles after the
-# first rescale the result.
+# Weights of a row are relative to its largest score, or with a lazy maximum to one that was and is
+# smaller by at most this, in powers of two: they reach 256, and few tiles after the first rescale
+# the result.
 SLACK: tl.constexpr = tl.constexpr(8.0)
 
 

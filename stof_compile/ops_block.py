@@ -21,6 +21,7 @@ from stof_compile.masks.long_rows import row_pieces
 # Positions of arguments of the operators, for the gradient.
 _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
+_PLAIN_BITMAP = 20  # of attention_block
 # Positions of fields of a BlockConfig, and of tf32 in a RowConfig.
 _NUM_WARPS, _STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 8, 9, 10, 11, 12
 _TF32_OF_ROWS, _TF32_OF_GATHER = 6, 5
@@ -49,12 +50,14 @@ def attention_block(
     return_lse: bool,
     key_ptr: Tensor | None = None,
     key_tiles: Tensor | None = None,
+    plain_bitmap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the block-wise kernel; see ``attention_block_forward`` in kernels/.
 
     ``key_ptr`` and ``key_tiles`` are ``BlockMask.key_lists``: given with ``return_lse``, gradients
     come from the kernels that walk them, else from the reference formula. A config with ``hopper``
-    set runs ``attention_hopper``; ``bitmap`` then holds the mask's fragments.
+    set runs ``attention_hopper``; ``bitmap`` then holds the mask's fragments, from which gradients
+    without a band make the bitmap at every call, unless it is given as ``plain_bitmap``.
     """
     if hopper_programs(config):
         if key_keep is not None or bias is not None or softcap != 0:
@@ -318,13 +321,18 @@ def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _save(ctx, inputs, (None, None, None, None))
 
 
-def _save_with_results(ctx: Any, inputs: tuple[Any, ...], output: Any, tf32: int) -> None:
+def _save_with_results(
+    ctx: Any, inputs: tuple[Any, ...], output: Any, tf32: int, plain: int | None = None
+) -> None:
     """Keep the results too, and the lists by column: the backward kernels read them.
 
     Lists are given where a trial has found the gradients of the kernels right; without them the
-    reference formula is used. ``tf32`` is the position of that flag in the operator's config.
+    reference formula is used. ``tf32`` is the position of that flag in the operator's config,
+    ``plain`` that of the bitmap to keep in place of fragments.
     """
     out, lse = output
+    if plain is not None and len(inputs) > plain and inputs[plain] is not None:
+        inputs = (*inputs[:_BITMAP], inputs[plain], *inputs[_BITMAP + 1 :])
     ours = inputs[_RETURN_LSE] and len(inputs) > _KEY_PTR and inputs[_KEY_PTR] is not None
     results = (out, lse) if ours else (None, None)
     _save(ctx, inputs, (*results, *inputs[_KEY_PTR : _KEY_PTR + 2]))
@@ -354,9 +362,13 @@ def attention_gradient(
             return tuple(gradients)
         q, v = saved[_Q], saved[_V]
         grad_out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    if saved[_BITMAP].dtype == torch.int32:
-        saved[_BITMAP] = from_fragments(saved[_BITMAP])
     block_q, block_k = ctx.config[:2]
+    if saved[_BITMAP].dtype == torch.int32:
+        if ctx.band:  # nothing reads it
+            words = block_q // 8 * (block_k // 8)
+            saved[_BITMAP] = saved[_BITMAP].new_empty((0, words), dtype=torch.int64)
+        else:
+            saved[_BITMAP] = from_fragments(saved[_BITMAP])
     bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     dq, dk, dv, dbias = torch.ops.stof.attention_backward(
         grad_out, grad_lse, *saved, ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, block_q,
@@ -388,12 +400,13 @@ def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 _OPERATORS = (
-    (attention_block, _TF32),
-    (attention_row, _TF32_OF_ROWS),
-    (attention_gather, _TF32_OF_GATHER),
+    (attention_block, _TF32, _PLAIN_BITMAP),
+    (attention_row, _TF32_OF_ROWS, None),
+    (attention_gather, _TF32_OF_GATHER, None),
 )
-for _operator, _flag in _OPERATORS:
+for _operator, _flag, _plain in _OPERATORS:
     _operator.register_fake(_fake(_operator._qualname))
     _operator.register_autograd(
-        attention_gradient, setup_context=partial(_save_with_results, tf32=_flag)
+        attention_gradient,
+        setup_context=partial(_save_with_results, tf32=_flag, plain=_plain),
     )

@@ -157,6 +157,8 @@ def _bind_sparse(
     # the reference formula gives the gradient of a bias and needs neither lists nor log-sum-exp
     kernels_backward = own_gradients and problem.training and not problem.bias_grad
     lists = _list_buffers(block_mask) if kernels_backward else {}
+    if lists and kernel == "block" and hopper_programs(config) and not band:
+        lists[f"{_stem(block_mask)}_bitmap"] = block_mask.bitmap
     packed = _pack_buffers(block_mask) if kernel == "gather" else {}
     buffers |= lists | packed
     no_lists = (None, None) if packed and not lists else ()

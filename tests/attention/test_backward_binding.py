@@ -1,5 +1,7 @@
 """What a call of a sparse kernel keeps for its gradients, and when candidates are measured anew."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,23 @@ def test_training_keeps_the_log_sum_exp_and_the_lists_by_column(kernel):
     assert names[7:] == ["key_ptr", "key_tiles"]
     assert arguments[17] is True
     assert [str(a).split("16x16_")[1] for a in arguments[18:]] == names[7:]
+
+
+@pytest.mark.parametrize(("rule", "more"), [("sliding", []), ("random", ["bitmap"])])
+def test_training_with_fragments_keeps_the_bitmap_where_no_rule_says_it(rule, more, monkeypatch):
+    pytest.importorskip("triton")
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    from stof_compile.attention import call as module
+
+    monkeypatch.setattr(module, "_refuse_hopper", lambda problem: None)
+    keep = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(1)) < 0.3
+    spec = masks.sliding_window(9) if rule == "sliding" else masks.from_tensor(keep)
+    asked = replace(problem(training=True), spec=spec)
+    call = bind_kernel(asked, "block", tuple(BlockConfig(hopper=3)))
+    names = [name.split("64x64_")[1] for name in call.buffers]
+    assert names[7:] == ["key_ptr", "key_tiles", *more]
+    assert all(name.startswith("fragments_") for name in names[:7])
 
 
 @pytest.mark.parametrize("facts", [{}, {"training": True, "bias_grad": True}], ids=str)
