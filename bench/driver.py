@@ -233,9 +233,8 @@ def run_units(args: argparse.Namespace, units: Sequence[Unit], started: float) -
 def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float, gpu: int | None = None) -> int:
     """Run one worker; 1 if it failed or took too long, which the log then says."""
     try:
-        process = cell_process.start(
-            worker_command(args, unit.name, gpu), worker_environment(args, gpu)
-        )
+        command = [*worker_command(args, unit.name, gpu), "--seconds", f"{limit_s:.0f}"]
+        process = cell_process.start(command, worker_environment(args, gpu))
         code = cell_process.finish(process, limit_s)
     except (OSError, EOFError) as failure:
         text = f"no process could be started: {failure!r}"
@@ -243,7 +242,7 @@ def run_unit(args: argparse.Namespace, unit: Unit, limit_s: float, gpu: int | No
         return 1
     if code == 0:
         return 0
-    text = f"stopped after {limit_s:.0f} s; its finished rows stay"
+    text = f"stopped after {limit_s:.0f} s; rows that it has written stay"
     if code is not None:
         text = f"the cell's process ended with {code}"
     log_event(args.out, unit.name, "-", "-", "error", text)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,6 +76,7 @@ def e2e_units(args: argparse.Namespace) -> list[tuple[str, int]]:
 @torch.no_grad()
 def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
     """Compile and measure every way that has no row yet (warming: only compile)."""
+    clock = _Clock(args)
     model, shape, *one = args.worker.split("/")
     warming = args.warm_worker is not None
     store = args.caches / (f"warm-store-e2e-{model}-{shape}" if warming else "stof-store")
@@ -94,7 +97,7 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
     if warming:
         _warm(args, ways, subject)
     else:
-        _call_in_turns(args, ways, subject, _facts(subject, device, args.out))
+        _call_in_turns(args, ways, subject, _facts(subject, device, args.out), clock)
 
 
 def _warm(args: argparse.Namespace, ways: Sequence[Way], subject: Subject) -> None:
@@ -119,7 +122,11 @@ def _append(args: argparse.Namespace, row: dict[str, Any]) -> None:
 
 
 def _call_in_turns(
-    args: argparse.Namespace, ways: Sequence[Way], subject: Subject, facts: dict[str, Any]
+    args: argparse.Namespace,
+    ways: Sequence[Way],
+    subject: Subject,
+    facts: dict[str, Any],
+    clock: _Clock,
 ) -> None:
     """The rows of a cell.
 
@@ -137,16 +144,19 @@ def _call_in_turns(
             held.callback(process.close)
         right, errors = [], {}
         for process in processes:
-            turn = turns.compiled(args, process)
+            where = (args.out, args.worker, process.way.name, subject.model)
+            if right and not clock.leaves_time(process.way, len(right) + 1):
+                log_event(*where, "note", "not compiled: its cell's seconds were nearly spent")
+                continue
+            turn = clock.compiled(process)
             if turn is None:
                 continue
             errors[turn.way.name] = _errors(turn.output, subject)
-            where = (args.out, args.worker, turn.way.name, subject.model)
             if _is_right(errors[turn.way.name], subject, where):
                 right.append(turn)
             else:
                 turn.close()
-        for turn, times in zip(right, _timed(args, right, subject.model), strict=True):
+        for turn, times in zip(right, _timed(args, right, subject.model, clock), strict=True):
             largest, rms = errors[turn.way.name]
             row = {
                 "peer": turn.way.name, "compile_s": turn.compile_s, "max_rel": largest,
@@ -156,11 +166,49 @@ def _call_in_turns(
                 _append(args, {**facts, **row})
 
 
-def _timed(args: argparse.Namespace, right: list[turns.Turn], model: str) -> list[dict[str, Any]]:
+class _Clock:
+    """The seconds of a cell, whose rows are lost where its process is ended before its end."""
+
+    SPARE_S = 10.0
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._begun = args, time.monotonic()
+        self._compile_s = {"stof": args.tune_budget, "other": 0.0}  # the longest so far
+
+    def _left_s(self) -> float:
+        if self._args.seconds is None:
+            return math.inf
+        return float(self._args.seconds) - (time.monotonic() - self._begun)
+
+    def turns_s(self, ways: int) -> float:
+        """Seconds for the turns of so many ways."""
+        asked = turns.BUDGET_S[self._args.device] * ways
+        return max(0.0, min(asked, self._left_s() - self.SPARE_S))
+
+    def leaves_time(self, way: Way, ways: int) -> bool:
+        """Whether one more way can be compiled and called in turns with the others."""
+        kind = "stof" if way.attention == "stof" else "other"
+        wanted = self._compile_s[kind] + turns.BUDGET_S[self._args.device] * ways
+        return self._left_s() >= wanted + self.SPARE_S
+
+    def compiled(self, process: turns.Process) -> turns.Turn | None:
+        """Have it compile; None if it fails."""
+        begun = time.monotonic()
+        turn = turns.compiled(self._args, process)
+        kind = "stof" if process.way.attention == "stof" else "other"
+        took = time.monotonic() - begun
+        # the second way of STOF finds what the first one measured
+        self._compile_s[kind] = took if kind == "stof" else max(self._compile_s[kind], took)
+        return turn
+
+
+def _timed(
+    args: argparse.Namespace, right: list[turns.Turn], model: str, clock: _Clock
+) -> list[dict[str, Any]]:
     """Times of all that can be called; who fails leaves the list, with a line of the log."""
     while True:
         try:
-            return turns.timed(right, args.device)
+            return turns.timed(right, clock.turns_s(len(right)))
         except turns.TurnFailed as failure:
             where = (args.out, args.worker, failure.turn.way.name, model)
             log_event(*where, "error", failure.reason)

@@ -148,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--length", type=int, help="mask: tokens; default 131072")
     parsed.add_argument("--worker", help=argparse.SUPPRESS)
     parsed.add_argument("--warm-worker", type=int, help=argparse.SUPPRESS)
+    parsed.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # that a worker has
     return parsed
 
 

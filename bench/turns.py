@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -39,7 +40,7 @@ PLAIN = "compile-default"
 BUDGET_S = {"cpu": 15.0, "cuda": 4.0}  # of calls in turns, for each way
 ROUNDS = (5, 30)  # fewest and most
 PAUSE_S = 0.01  # before a call, for threads of the one before to stop waiting for work
-WARM_S, CALLS_S = 0.03, 0.06  # of a sample on a GPU: calls in a row that count from the first on
+WARM_S, CALLS_S = 0.03, 0.06  # of a sample on a GPU: calls in a row, of which the latter count
 
 
 class TurnFailed(Exception):
@@ -108,11 +109,11 @@ def begin(args: argparse.Namespace, ways: Sequence[Way]) -> list[Process]:
     """Start the processes of ways together, and wait until all have their inputs; those that fail
     are missing, with a logged line each.
     """
-    begun = []
-    for way in ways:
-        here, there = Pipe()
-        begun.append(Process(way, here, start(args, way, there)))
+    begun: list[Process] = []
     try:
+        for way in ways:
+            here, there = Pipe()
+            begun.append(Process(way, here, start(args, way, there)))
         return [process for process in begun if _answer(args, process) is not None]
     except BaseException:
         for process in begun:
@@ -197,12 +198,16 @@ def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[s
     first = call(*sets[0])
     timing.poison(first.shape, first.dtype, device)
     del first
-    return call, {
+    report = {
         "compile_s": seconds,
         "output": call(*sets[0]).cpu().numpy(),
         "detail": stof_detail(model) if way.attention == "stof" else "",
         "columns": _gpu_columns(call, way, subject) if device.type == "cuda" else {"graph_us": ""},
     }
+    if device.type == "cuda":  # the ways that compile next need the memory
+        gc.collect()
+        torch.cuda.empty_cache()
+    return call, report
 
 
 def _gpu_columns(call: Callable[..., Tensor], way: Way, subject: Subject) -> dict[str, Any]:
@@ -229,8 +234,9 @@ def _calls(call: Callable[..., Tensor], subject: Subject, connection: Connection
         if device.type == "cuda":
             begun, samples = time.monotonic(), []
             while len(samples) < 3 or time.monotonic() < begun + WARM_S + CALLS_S:
+                counts = time.monotonic() > begun + WARM_S  # never the first
                 us = timing.call_us(call, inputs, device)
-                if time.monotonic() > begun + WARM_S:
+                if counts:
                     samples.append(us)
             connection.send(median(samples))
         else:
@@ -265,13 +271,13 @@ def in_rounds(takers: Sequence[Callable[[int], float]], budget_s: float) -> list
     return [list(of_one) for of_one in zip(*rounds, strict=True)]
 
 
-def timed(turns: Sequence[Turn], device: str) -> list[dict[str, Any]]:
+def timed(turns: Sequence[Turn], budget_s: float) -> list[dict[str, Any]]:
     """The columns of times of each way, what else was measured, and its detail.
 
     Raises:
         TurnFailed: by which one; the others can be timed again.
     """
-    rounds = in_rounds([turn.take for turn in turns], BUDGET_S[device] * len(turns))
+    rounds = in_rounds([turn.take for turn in turns], budget_s)
     by_name = {turn.way.name: taken for turn, taken in zip(turns, rounds, strict=True)}
     found = []
     for turn in turns:

@@ -134,6 +134,7 @@ def configs(
     planes: int | None = None,
     plain: bool = False,
     narrow: bool = False,
+    limits: bool = True,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
 
@@ -149,6 +150,8 @@ def configs(
         planes: batch times heads; with ``q_len`` it tells how many programs there are.
         plain: no padding, no bias, no softcap, a positive scale: what the Hopper kernel takes.
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
+        limits: whether limits of registers hold: not for bands over lengths that are no multiple of
+            a tile, see ``_limit``.
     """
     itemsize = dtype.itemsize
     fp8 = itemsize == 1
@@ -182,13 +185,16 @@ def configs(
     if narrow and not few and itemsize <= 2 and NARROW in fitting and NARROW[0] <= tallest:
         tiles = list(dict.fromkeys((tiles[0], NARROW, *tiles[1:])))
     loops = _loops(has_part, has_full, is_band, capability)
-    found = []
+    found: list[BlockConfig] = []
     for rank, (block_q, block_k, warps) in enumerate(tiles):
         for stages in (3, 2) if loops[0] == 5 else (2, 3):
             if shared_memory_bytes(block_q, block_k, block_d, block_dv, stages, itemsize) > limit:
                 continue
+            tile = block_q, block_k, warps
+            if narrow and loops[0] == 5 and tile == NARROW and (*tile, 3) in {c[:4] for c in found}:
+                continue  # two stages: 25.7 us against 22.9 (H200, BERT-base at 8 x 512)
             # a branch around the mask costs registers, of which larger tiles have none left
-            branches = rank == 0 or (block_q, block_k, warps) == NARROW
+            branches = rank == 0 or tile == NARROW
             for loop in loops if branches else [loop for loop in loops if loop not in (5, 7)]:
                 found.append(BlockConfig(block_q, block_k, warps, stages, loop, tf32=tf32))
     # loops 3 is right for any mask
@@ -202,24 +208,22 @@ def configs(
     ]
     dims = head_dim, value_dim or head_dim
     whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in dims)
-    if capability[0] == 9 and torch.version.hip is None and plain and itemsize == 2 and whole:
-        lazy = {config._replace(heads_fast=1) for config in narrowest[:2]}
-        slim = [config for config in found if config in lazy or config[:5] == _LIMITED]
-        found = [config for config in found if config not in lazy]  # faster with a limit
-        found += [
-            config._replace(num_stages=3, registers=_REGISTERS[config.block_k]) for config in slim
-        ]
+    hopper = capability[0] == 9 and torch.version.hip is None
+    if hopper and limits and plain and itemsize == 2 and whole:
+        slim = [config for config in found if config[:5] == _LIMITED]
+        slim += [config._replace(num_stages=3, heads_fast=1) for config in narrowest[:2]]
+        found += [config._replace(registers=_REGISTERS[config.block_k]) for config in slim]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
     value_dim = head_dim if value_dim is None else value_dim
     if units < _HOPPER_UNITS or hopper_refusal(
         head_dim, value_dim, dtype, capability, units, plain=plain
     ):
         return found
-    hopper = [
+    groups = [
         BlockConfig(64, 64, 4, stages, hopper=programs)
         for programs, stages in _HOPPER[sum(hopper_widths(head_dim))]
     ]
-    return hopper + found if units >= _HOPPER_FIRST_UNITS else found + hopper
+    return groups + found if units >= _HOPPER_FIRST_UNITS else found + groups
 
 
 def _loops(
@@ -308,7 +312,9 @@ def attention_block_forward(
     vec_strides = [[s // p.vec for s in outer_strides(t)] for t in (p.q, p.k, values)]
     scales = (arrays.row_ptr,) * 3 if rounded is None else rounded[:3]
     bias_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    capability = (9, 0)
+    if q.is_cuda and (max(p.head_dim, p.value_dim) > 128 or how.registers):
+        capability = torch.cuda.get_device_capability(q.device)  # else it makes no difference
     block_d, tail_d = product_widths(p.head_dim, capability)
     block_dv, tail_dv = product_widths(p.value_dim, capability)
     if rounded is not None:
@@ -381,7 +387,7 @@ def _lazy(how: BlockConfig, p: AttentionProblem, capability: tuple[int, int], ta
     fits = how.block_q == 16 * how.num_warps >= 64 and width in (64, 128) and not tail_dv
     plain = p.bias is None and p.q.element_size() == 2
     hopper = p.q.is_cuda and torch.version.hip is None and capability[0] == 9
-    return width // 2 if fits and plain and hopper else 0
+    return width // 2 if how.registers and fits and plain and hopper else 0
 
 
 def _limit(

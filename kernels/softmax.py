@@ -86,8 +86,8 @@ def softmax_step(s, maximum, mult, HAS_BIAS: tl.constexpr, SHIFT: tl.constexpr =
 
 @triton.jit
 def lazy_step(s, maximum, total, mult):
-    """``softmax_step`` with a maximum that lags behind, and sums [rows, 4] of every fourth pair of
-    columns: (weights, factor of the former sums, new maximum, new sums).
+    """``softmax_step`` with a maximum that lags behind, and sums [rows, 8] of every eighth column:
+    (weights, factor of the former sums, new maximum, new sums).
     """
     grown = tl.maximum(maximum, tl.max(s, 1))
     new = tl.where(grown - maximum > SLACK / mult, grown, maximum)

@@ -171,8 +171,11 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
 
     for name in ("compile-default", "flex-default", "stof-default", "stof-fusion"):
         begun(name)
-    args = Namespace(out=tmp_path / "rows.csv", worker="bert-tiny/1x100", device="cpu")
-    found = e2e._timed(args, held, "bert-tiny")
+    args = Namespace(
+        out=tmp_path / "rows.csv", worker="bert-tiny/1x100", device="cpu", seconds=None,
+        tune_budget=1.0,
+    )  # fmt: skip
+    found = e2e._timed(args, held, "bert-tiny", e2e._Clock(args))
     assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
     assert [times["graph_us"] for times in found] == ["", ""]
     assert [times["runs"] for times in found] == [4, 4] and "x compile-default" in found[1][
@@ -184,6 +187,34 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
     assert ended == ["flex-default", "stof-default"]
     for turn in held:
         turn.close()
+
+
+def test_ways_that_a_cell_has_no_time_for_are_left_to_a_later_run(bench_path, monkeypatch):
+    import e2e
+    import turns
+    from ways import Way
+
+    now = [100.0]
+    monkeypatch.setattr(e2e.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turns, "BUDGET_S", {"cuda": 4.0})
+
+    def compiled(seconds):
+        return lambda args, process: now.__setitem__(0, now[0] + seconds)
+
+    plain, stof = Way("compile-default", "sdpa"), Way("stof-default", "stof")
+    clock = e2e._Clock(Namespace(device="cuda", seconds=130.0, tune_budget=60.0))
+    assert clock.leaves_time(stof, 2) and clock.turns_s(2) == 8.0
+    monkeypatch.setattr(turns, "compiled", compiled(20.0))
+    clock.compiled(Namespace(way=plain))
+    assert clock.leaves_time(stof, 2)  # 110 s left for 60, turns and some to spare
+    monkeypatch.setattr(turns, "compiled", compiled(75.0))
+    clock.compiled(Namespace(way=stof))
+    assert not clock.leaves_time(stof, 3) and not clock.leaves_time(plain, 3)  # 35 s left
+    assert clock.turns_s(2) == 8.0
+    now[0] += 20.0
+    assert clock.turns_s(2) == 5.0  # what is left but for 10 s
+    free = e2e._Clock(Namespace(device="cuda", seconds=None, tune_budget=60.0))
+    assert free.leaves_time(stof, 9) and free.turns_s(3) == 12.0
 
 
 def test_unknown_names_are_refused(ran):

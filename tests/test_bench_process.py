@@ -181,7 +181,7 @@ def test_a_cell_begins_with_torch_imported_and_no_cuda(seen):
     assert acted["code plain"] == 0
     plain = told(folder, "plain")  # written at exit
     assert (plain["forked"], plain["cuda"], plain["group"]) == (True, False, True)
-    assert (plain["name"], plain["argv"]) == ("__main__", ["plain"])
+    assert (plain["name"], plain["argv"]) == ("__main__", ["plain", "--seconds", "60"])
     assert plain["PYTHONPATH"] == acted["python_path"]  # the server's has bench/ in it
 
 
@@ -212,7 +212,7 @@ def test_a_cell_that_fails_or_takes_too_long_is_logged(seen):
     log = (folder / "rows.log.csv").read_text()
     assert "fails,-,-,error,the cell's process ended with 3" in log
     assert "killed,-,-,error,the cell's process ended with -9" in log
-    assert "hangs,-,-,error,stopped after 3 s; its finished rows stay" in log
+    assert "hangs,-,-,error,stopped after 3 s; rows that it has written stay" in log
 
 
 def test_ctrl_c_ends_the_cells_and_begins_no_other(seen):

@@ -147,6 +147,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         planes=planes,
         plain=problem.plain and not problem.fp8,
         narrow=narrow,
+        limits=block_mask.band is None or problem.q_len % TILE[0] == problem.k_len % TILE[1] == 0,
     ):
         tile = config.block_q, config.block_k
         if config.block_q > TILE[0] and _tile_area(problem, tile) > LARGE_SHARE * most:

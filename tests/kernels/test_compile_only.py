@@ -181,6 +181,8 @@ def test_no_other_problem_has_a_limit_of_registers():
     asked += [(90, 50, HALF, True), (90, 32, HALF, True)]
     for target, head_dim, dtype, plain in asked:
         assert not any(c.registers for c in offered_on(target, head_dim, dtype, plain=plain))
+    lifted = offered_on(90, 64, HALF, plain=True, narrow=True, is_band=True, limits=False)
+    assert not any(c.registers for c in lifted)
 
 
 @pytest.mark.parametrize("target", [80, 90, GFX942])
