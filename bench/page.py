@@ -109,11 +109,11 @@ def write_page() -> None:
     say(f"{PAGE}, pictures in {PICTURES}")
 
 
-def render(folder: Path, pictures: str = "img") -> str:
+def render(folder: Path, pictures: str | None = "img") -> str:
     """The page of a folder of rows.
 
     Args:
-        pictures: the folder of the pictures as the page links to it.
+        pictures: the folder of the pictures as the page links to it, None where there are none.
     """
     held = groups(folder)
     origin = OF_RESULTS if folder == RESULTS else OF_A_RUN
@@ -130,7 +130,7 @@ def render(folder: Path, pictures: str = "img") -> str:
         for group in taken:
             lines += ["", f"### {_heading(section, group)}", "", _conditions(group), ""]
             lines += section.table(group)
-            lines += _pictures(section, group, pictures)
+            lines += [] if pictures is None else _pictures(section, group, pictures)
     lines += ["", "## Not measured yet", ""]
     if folder == RESULTS:
         lines += _unfinished() or ["Every part of the papers is complete on a GPU."]

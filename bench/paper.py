@@ -9,6 +9,7 @@ figure in ten minutes; its folder then also gets the page and the pictures.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import tempfile
 import time
@@ -29,6 +30,7 @@ QUICK_PEERS = {
 }
 PATIENCE = {"cell_timeout": 500.0}  # of attention over long sequences
 COMPARED = "compile-default,flex-default,stof-default"
+NO_PICTURES = "matplotlib is missing (pip install -e '.[bench]'); --resume draws them later"
 QUICK_PIPELINES = "fuse_transpose,qkv,all"
 ABLATION = "compile-default,stof-default,stof-attention,stof-fusion,stof-broken-mha"
 
@@ -126,6 +128,9 @@ def run_paper(args: argparse.Namespace) -> int:
             f"rows in {folder}: --resume goes on with them, --out DIR begins elsewhere"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    writes = args.quick or args.out is not None
+    if writes and not can_draw():
+        say(f"no pictures will be drawn: {NO_PICTURES}")
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     args.caches = args.caches or Path(tempfile.mkdtemp(prefix="stof-bench-"))
     failed, told = 0, []
@@ -151,7 +156,7 @@ def run_paper(args: argparse.Namespace) -> int:
     if any(left for _, left, _ in told):
         say("run it again with --resume for the rest")
     say(f"{time.monotonic() - started:.0f} s in all; rows in {folder}")
-    if args.quick or args.out is not None:
+    if writes:
         write_folder(folder)
     return min(failed, 100)
 
@@ -189,6 +194,14 @@ def write_folder(folder: Path) -> None:
     from page import render
     from plot import draw_all
 
-    draw_all(folder, folder)
-    (folder / "tables.md").write_text(render(folder, pictures="."))
-    say(f"tables in {folder / 'tables.md'}, pictures beside it")
+    drawn = can_draw()
+    if drawn:
+        draw_all(folder, folder)
+    (folder / "tables.md").write_text(render(folder, pictures="." if drawn else None))
+    pictures = "pictures beside it" if drawn else f"no pictures: {NO_PICTURES}"
+    say(f"tables in {folder / 'tables.md'}, {pictures}")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None

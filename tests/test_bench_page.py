@@ -202,6 +202,15 @@ def test_a_folder_without_rows_says_what_is_missing(tmp_path):
     assert all(f"`python bench/run.py {section.command}`" in text for section in SECTIONS)
 
 
+def test_without_matplotlib_the_page_has_no_pictures(folder, monkeypatch, capsys):
+    import paper
+
+    monkeypatch.setattr(paper, "can_draw", lambda: False)
+    paper.write_folder(folder)
+    assert "![" not in (folder / "tables.md").read_text()
+    assert "no pictures: matplotlib is missing (pip install" in "".join(capsys.readouterr())
+
+
 def test_every_figure_is_drawn(folder, tmp_path):
     pytest.importorskip("matplotlib")
     from plot import draw_all
