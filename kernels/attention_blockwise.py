@@ -368,8 +368,8 @@ def attention_block_forward(
             LOOPS=how.loops,
             PREFETCH=bool(how.prefetch),
             **band_flags(band),
-            LAZY=_lazy(how, p, capability, tail_dv),
             REGISTERS=_limit(how, p, band, softcap, return_lse),
+            LAZY=_is_lazy(how, p, capability),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )  # fmt: skip
@@ -378,16 +378,11 @@ def attention_block_forward(
     return out.transpose(1, 2), lse
 
 
-def _lazy(how: BlockConfig, p: AttentionProblem, capability: tuple[int, int], tail_dv: int) -> int:
-    """Elements of the result in a thread where the softmax may be lazy, else 0.
-
-    A warp has to hold 16 rows of it, which ``rescaled`` takes for granted; so it is on Hopper.
-    """
-    width = next_power_of_two(p.value_dim)
-    fits = how.block_q == 16 * how.num_warps >= 64 and width in (64, 128) and not tail_dv
-    plain = p.bias is None and p.q.element_size() == 2
-    hopper = p.q.is_cuda and torch.version.hip is None and capability[0] == 9
-    return width // 2 if how.registers and fits and plain and hopper else 0
+def _is_lazy(how: BlockConfig, p: AttentionProblem, capability: tuple[int, int]) -> bool:
+    """Whether the softmax is lazy where a limit holds: ``rescaled`` needs 16 rows in a warp."""
+    whole = next_power_of_two(p.value_dim) == 64 and how.block_q == 16 * how.num_warps >= 64
+    on_hopper = p.q.is_cuda and torch.version.hip is None and capability[0] == 9
+    return how.registers > 0 and whole and on_hopper and p.q.element_size() == 2
 
 
 def _limit(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .band_walk import band_tiles
-from .mask_tiles import band_bounds, band_tile, bitmap_tile, split_program_id
+from .mask_tiles import band_bounds, mask_part_tile, split_program_id
 from .overlap_kernel import start_after_previous
 from .softmax import (
     LN2,
@@ -29,28 +29,6 @@ from .softmax import (
 FP8_SHIFT: tl.constexpr = tl.constexpr(8)
 FP8_SUMS: tl.constexpr = tl.constexpr(16)  # ONES of rounding.py: as narrow as a product can be
 FP8_UNSHIFT: tl.constexpr = tl.constexpr(2.0**-8)
-
-
-@triton.jit
-def _part_mask(
-    s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, LOOPS: tl.constexpr,
-    BAND: tl.constexpr, HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
-):  # fmt: skip
-    """Set the scores of masked elements of a tile to -inf; entries from ``middle`` on are full."""
-    if BAND:
-        low = lower
-        high = upper
-        if LOOPS == 4:
-            low = tl.where(t < middle, lower, 0)
-            high = tl.where(t < middle, upper, k_len)
-        keep = band_tile(low, high, head, first_k, BLOCK_N, HAS_LO, HAS_UPPER, HAS_HEAD)
-    else:
-        kept = bitmap_tile(bitmap, tl.load(bitmap_id + t), m_idx, BLOCK_M, BLOCK_N)
-        if LOOPS == 4:
-            kept = kept | (t >= middle).to(tl.int32)
-        keep = kept != 0
-    return tl.where(keep, s, float("-inf"))
 
 
 @triton.jit
@@ -141,7 +119,7 @@ def _attend_tiles(
         if MASKED:
             if LOOPS == 5:
                 if t < middle:
-                    s = _part_mask(
+                    s = mask_part_tile(
                         s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
                         BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
                     )  # fmt: skip
@@ -150,12 +128,12 @@ def _attend_tiles(
                 if HAS_HEAD:
                     whole = whole | (first_k + BLOCK_N <= head_to)
                 if not whole:
-                    s = _part_mask(
+                    s = mask_part_tile(
                         s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
                         BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
                     )  # fmt: skip
             else:
-                s = _part_mask(
+                s = mask_part_tile(
                     s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
                     BLOCK_M, BLOCK_N, EVEN_K, LOOPS, BAND, HAS_LO, HAS_UPPER, HAS_HEAD,
                 )  # fmt: skip
@@ -167,9 +145,9 @@ def _attend_tiles(
         if FP8:
             p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS, FP8_SHIFT)
             p = p.to(tl.float8e4nv)
-        elif LAZY > 0 and REGISTERS > 0:
+        elif LAZY and REGISTERS > 0:
             p, alpha, maximum, total = lazy_step(s, maximum, total, mult)
-            acc = rescaled(acc, alpha, LAZY)
+            acc = rescaled(acc, alpha)
         else:
             p, alpha, maximum = softmax_step(s, maximum, mult, HAS_BIAS)
             total = total * alpha + tl.sum(p, 1)
@@ -224,7 +202,7 @@ def attention_block_kernel(
     HAS_GLOBAL_K: tl.constexpr, HAS_CAP: tl.constexpr,
     TAIL_D: tl.constexpr = 0, TAIL_DV: tl.constexpr = 0, SPLIT: tl.constexpr = False,
     FP8: tl.constexpr = False,
-    LAZY: tl.constexpr = 0,
+    LAZY: tl.constexpr = False,
     PDL: tl.constexpr = False, REGISTERS: tl.constexpr = 0,  # REGISTERS: for the assembler
 ):  # fmt: skip
     """Program (tile row, batch, head) on a one-dimensional grid of rows * batch * heads.
@@ -318,7 +296,7 @@ def attention_block_kernel(
     acc_tail = total
     if FP8:
         total = tl.zeros([BLOCK_M, FP8_SUMS], dtype=tl.float32)
-    elif LAZY > 0 and REGISTERS > 0:
+    elif LAZY and REGISTERS > 0:
         total = tl.zeros([BLOCK_M, 8], dtype=tl.float32)
     if TAIL_DV > 0:
         acc_tail = tl.zeros([BLOCK_M, TAIL_DV], dtype=tl.float32)
@@ -378,7 +356,7 @@ def attention_block_kernel(
     # -- result: out [batch, q_len, heads, VALUE_DIM], lse [batch, heads, q_len] ----
     if FP8:
         total = tl.max(total, 1) * FP8_UNSHIFT
-    elif LAZY > 0 and REGISTERS > 0:
+    elif LAZY and REGISTERS > 0:
         total = tl.sum(total, 1)
     inverse, log_sum = finish_softmax(maximum, total, mult)
     if FP8:

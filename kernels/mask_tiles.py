@@ -105,3 +105,25 @@ def band_tile(
     if USE_HEAD:
         keep = keep | (n < (head - first_key)[:, None])
     return keep
+
+
+@triton.jit
+def mask_part_tile(
+    s, t, middle, first_k, lower, upper, head, bitmap_id, bitmap, m_idx, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, LOOPS: tl.constexpr,
+    BAND: tl.constexpr, HAS_LO: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Set the scores of masked elements of a tile to -inf; entries from ``middle`` on are full."""
+    if BAND:
+        low = lower
+        high = upper
+        if LOOPS == 4:
+            low = tl.where(t < middle, lower, 0)
+            high = tl.where(t < middle, upper, k_len)
+        keep = band_tile(low, high, head, first_k, BLOCK_N, HAS_LO, HAS_UPPER, HAS_HEAD)
+    else:
+        kept = bitmap_tile(bitmap, tl.load(bitmap_id + t), m_idx, BLOCK_M, BLOCK_N)
+        if LOOPS == 4:
+            kept = kept | (t >= middle).to(tl.int32)
+        keep = kept != 0
+    return tl.where(keep, s, float("-inf"))

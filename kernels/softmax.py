@@ -99,18 +99,12 @@ def lazy_step(s, maximum, total, mult):
 
 
 @triton.jit
-def rescaled(acc, alpha, COUNT: tl.constexpr):
-    """``acc`` times a factor of each row; a thread holds ``COUNT`` of its elements, 32 or 64."""
+def rescaled(acc, alpha):
+    """``acc`` times a factor of each row; a thread holds 32 of its elements."""
     factors = tl.broadcast_to(alpha[:, None], acc.shape)
-    if COUNT == 32:
-        result = tl.inline_asm_elementwise(
-            RESCALE_32, RESCALE_32_OPERANDS, [acc, factors], tl.float32, True, 32
-        )
-    else:
-        result = tl.inline_asm_elementwise(
-            RESCALE_64, RESCALE_64_OPERANDS, [acc, factors], tl.float32, True, 64
-        )
-    return result
+    return tl.inline_asm_elementwise(
+        RESCALE_32, RESCALE_32_OPERANDS, [acc, factors], tl.float32, True, 32
+    )
 
 
 @triton.jit

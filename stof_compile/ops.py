@@ -16,19 +16,17 @@ from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, cached_block_mask
 from stof_compile.ops_block import (
     attention_gradient,
-    fake_attention,
-    fake_gradients,
     hopper_programs,
     save_attention,
     with_heavy_rows,
 )
+from stof_compile.ops_fakes import fake_attention, fake_gradients
 from stof_compile.ops_fp8 import attend_rounded, refusal_on, round_operands
 
 __all__ = [
     "attention_gradient",
     "attention_rule",
     "dense_mask",
-    "fake_attention",
     "save_attention",
 ]
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import stof_compile.ops_hopper_attention  # noqa: F401  # registers stof::attention_hopper
 from stof_compile.launchers import load_launcher
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.fragments import from_fragments
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.long_rows import row_pieces
+from stof_compile.ops_fakes import fake_attention, fake_gradients
 
 # Positions of arguments of the operators, for the gradient.
 _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
@@ -147,56 +149,6 @@ def attention_gather(
     )
 
 
-# In a library and not a custom operator, which would take as long to get through as the launch.
-_LIBRARY = torch.library.Library("stof", "FRAGMENT")
-_LIBRARY.define(
-    "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
-    "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
-    "float scale, int programs, int stages, int heavy_rows, int pieces, bool return_lse) "
-    "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-)
-
-
-def _attention_hopper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plane_map: Tensor,
-    row_ptr: Tensor,
-    full_start: Tensor,
-    col_idx: Tensor,
-    bitmap_id: Tensor,
-    fragments: Tensor,
-    row_order: Tensor,
-    scale: float,
-    programs: int,
-    stages: int,
-    heavy_rows: int,
-    pieces: int,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/.
-
-    Opaque to torch.compile: its TMA descriptors are made at the call. Only ``attention_block``
-    calls it, and has the gradient.
-    """
-    from stof_compile.kernels.attention_hopper import attention_hopper_forward
-
-    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, fragments, row_order)
-    return attention_hopper_forward(
-        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, return_lse
-    )
-
-
-_LIBRARY.impl("attention_hopper", _attention_hopper, "CUDA")
-
-
-@torch.library.register_fake("stof::attention_hopper")
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return fake_attention(q, v, rest[-1])
-
-
 def hopper_programs(config: Sequence[int]) -> int:
     """Programs per multiprocessor if a BlockConfig asks for the Hopper kernel, else 0."""
     return config[_HOPPER] if len(config) > _HEAVY_ROWS else 0
@@ -298,22 +250,6 @@ def _kernels_serve(
     from stof_compile.kernels.attention_backward import backward_refusal
 
     return backward_refusal(q, v, block_q, block_k, lse) is None
-
-
-def fake_attention(
-    q: Tensor, v: Tensor, return_lse: bool, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """The shapes and strides of every attention operator: (out in [B,Q,H,E] memory, lse)."""
-    batch, heads, q_len = q.shape[:3]
-    out = q.new_empty((batch, q_len, heads, v.shape[3]), dtype=dtype).transpose(1, 2)
-    lse = q.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
-    return out, lse
-
-
-def fake_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """The shapes of (dq, dk, dv, dbias): contiguous, dbias [0] where none is wanted."""
-    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return (*(t.new_empty(t.shape) for t in (q, k, v)), dbias)
 
 
 def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stof_compile.launchers import load_launcher
-from stof_compile.ops_block import fake_attention, hopper_programs
+from stof_compile.ops_block import hopper_programs
+from stof_compile.ops_fakes import fake_attention
 
 _ATTENTION = "stof::attention_fp8"
 

@@ -239,7 +239,7 @@ def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
     values = attention_constants(head_dim, config.block_q, config.block_k, **changes)
     values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
     lazy = config.registers > 0 and 32 < head_dim <= 64  # as the launcher has it
-    values |= {"REGISTERS": config.registers, "LAZY": 32 if lazy else 0}
+    values |= {"REGISTERS": config.registers, "LAZY": lazy}
     capability = (9, 4) if target == GFX942 else divmod(target, 10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)

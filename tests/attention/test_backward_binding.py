@@ -1,13 +1,14 @@
 """What a call of a sparse kernel keeps for its gradients, and when candidates are measured anew."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import stof_compile.ops  # noqa: F401  # registers the operators
-from stof_compile import masks
-from stof_compile.attention.call import bind_kernel
+from stof_compile import masks, ops_block
+from stof_compile.attention.call import bind_kernel, mask_arrays
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.masks import build_block_mask
 
@@ -82,3 +83,41 @@ def test_lists_by_column_are_made_once():
     assert stored.key_lists[0] is key_ptr
     assert key_ptr.shape == (3, 5 + 1) and key_tiles.shape == (2, stored.col_idx.numel())
     assert key_ptr.dtype == key_tiles.dtype == torch.int32
+
+
+@pytest.mark.parametrize("rule", ["longformer", "random"])
+def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
+    """From the rule, from the bitmap that comes with them, and from the fragments themselves."""
+    pytest.importorskip("triton")
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    generator = torch.Generator().manual_seed(5)
+    keep = torch.rand(1, 1, 130, 130, generator=generator) < 0.4
+    spec = masks.longformer(20, 9) if rule == "longformer" else masks.from_tensor(keep)
+    mask = build_block_mask(spec, 130, 130, 64)
+    q, k, v, grad = torch.randn(4, 1, 2, 130, 40, dtype=torch.float64, generator=generator)
+    restored = []
+    restore = ops_block.from_fragments
+    monkeypatch.setattr(
+        ops_block, "from_fragments", lambda words: restored.append(1) or restore(words)
+    )
+
+    def gradients(config, bitmap=None, band=()):
+        ctx = SimpleNamespace(needs_input_grad=(True,) * 21)
+        ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
+        ctx.set_materialize_grads = lambda on: None
+        arrays = mask_arrays(mask, config).values()
+        numbers = 0.3, 0.0, 0, list(band), list(config), False
+        inputs = (q, k, v, *arrays, None, None, *numbers, None, None, bitmap)
+        ops_block._save_with_results(ctx, inputs, (None, None), tf32=8, plain=20)
+        return ops_block.attention_gradient(ctx, grad, None)[:3]
+
+    plain = gradients(BlockConfig())
+    hopper = BlockConfig(hopper=3)
+    found = [gradients(hopper, mask.bitmap)]
+    if mask.band is not None:
+        found.append(gradients(hopper, band=mask.band.as_ints()))
+    assert not restored
+    found.append(gradients(hopper))
+    assert restored
+    assert all(torch.equal(a, b) for one in found for a, b in zip(plain, one, strict=True))

@@ -1,7 +1,6 @@
 """The Hopper kernel: which problems get it, what it compiles to, and its results on the GPU."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,43 +153,6 @@ def test_mask_arrays_and_heavy_rows_follow_the_config():
     assert even.heavy_rows == 0
     with pytest.raises(StofMaskError, match="64 x 64"):
         _ = build_block_mask(masks.dense(), 256, 256, 32).fragments
-
-
-@pytest.mark.parametrize("rule", ["longformer", "random"])
-def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
-    """From the rule, from the bitmap that comes with them, and from the fragments themselves."""
-    from stof_compile import ops_block
-
-    generator = torch.Generator().manual_seed(5)
-    keep = torch.rand(1, 1, 130, 130, generator=generator) < 0.4
-    spec = masks.longformer(20, 9) if rule == "longformer" else masks.from_tensor(keep)
-    mask = build_block_mask(spec, 130, 130, 64)
-    q, k, v, grad = torch.randn(4, 1, 2, 130, 40, dtype=torch.float64, generator=generator)
-    restored = []
-    restore = ops_block.from_fragments
-    monkeypatch.setattr(
-        ops_block, "from_fragments", lambda words: restored.append(1) or restore(words)
-    )
-
-    def gradients(config, bitmap=None, band=()):
-        ctx = SimpleNamespace(needs_input_grad=(True,) * 21)
-        ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
-        ctx.set_materialize_grads = lambda on: None
-        arrays = mask_arrays(mask, config).values()
-        numbers = 0.3, 0.0, 0, list(band), list(config), False
-        inputs = (q, k, v, *arrays, None, None, *numbers, None, None, bitmap)
-        ops_block._save_with_results(ctx, inputs, (None, None), tf32=8, plain=20)
-        return ops_block.attention_gradient(ctx, grad, None)[:3]
-
-    plain = gradients(BlockConfig())
-    hopper = BlockConfig(hopper=3)
-    found = [gradients(hopper, mask.bitmap)]
-    if mask.band is not None:
-        found.append(gradients(hopper, band=mask.band.as_ints()))
-    assert not restored
-    found.append(gradients(hopper))
-    assert restored
-    assert all(torch.equal(a, b) for one in found for a, b in zip(plain, one, strict=True))
 
 
 def test_arguments_are_checked():

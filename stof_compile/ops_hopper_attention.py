@@ -1,0 +1,57 @@
+"""The operator of the Hopper kernel of block-wise attention.
+
+Opaque to torch.compile: its TMA descriptors are made at the call. Defined in a library and not as a
+custom operator, which would take as long to get through as the launch. Only ``attention_block``
+calls it, and has the gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof_compile.ops_fakes import fake_attention
+
+_LIBRARY = torch.library.Library("stof", "FRAGMENT")
+_LIBRARY.define(
+    "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
+    "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
+    "float scale, int programs, int stages, int heavy_rows, int pieces, bool return_lse) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+
+
+def _attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plane_map: Tensor,
+    row_ptr: Tensor,
+    full_start: Tensor,
+    col_idx: Tensor,
+    bitmap_id: Tensor,
+    fragments: Tensor,
+    row_order: Tensor,
+    scale: float,
+    programs: int,
+    stages: int,
+    heavy_rows: int,
+    pieces: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/."""
+    from stof_compile.kernels.attention_hopper import attention_hopper_forward
+
+    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, fragments, row_order)
+    return attention_hopper_forward(
+        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, return_lse
+    )
+
+
+_LIBRARY.impl("attention_hopper", _attention_hopper, "CUDA")
+
+
+@torch.library.register_fake("stof::attention_hopper")
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return fake_attention(q, v, rest[-1])

@@ -1,0 +1,103 @@
+"""Ways of a whole model called in turns: the order, failures, and the seconds of a cell."""
+
+import multiprocessing
+import threading
+from argparse import Namespace
+from functools import partial
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+def test_calls_in_turns(bench_path, monkeypatch):
+    import turns
+
+    made = []
+    monkeypatch.setattr(turns.time, "monotonic", lambda: float(len(made)))
+    takers = [lambda turn, name=name: made.append(f"{name}{turn}") or len(made) for name in "abc"]
+    taken = turns.in_rounds(takers, budget_s=0.0)
+    first = ["a0", "b0", "c0"]  # not counted
+    both = ["a0", "b0", "c0", "c0", "b0", "a0", "a1", "b1", "c1", "c1", "b1", "a1"]
+    assert made[:15] == first + both and len(made) == 3 + 5 * 6  # five rounds, whatever the time
+    assert taken[0][:2] == [[4.0, 9.0], [10.0, 15.0]] and taken[2][0] == [6.0, 7.0]
+    monkeypatch.setattr(turns, "ROUNDS", (2, 7))
+    assert len(turns.in_rounds(takers, budget_s=1e9)[0]) == 7
+    assert turns.in_rounds([], budget_s=1.0) == []
+
+
+def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, monkeypatch):
+    import e2e
+    import turns
+    from ways import Way
+
+    monkeypatch.setattr(turns, "ROUNDS", (2, 2))
+    held, ended = [], []
+
+    def begun(name):
+        here, there = multiprocessing.Pipe()
+
+        def calls():
+            for number in range(100):
+                try:
+                    there.recv()
+                except EOFError:
+                    return
+                if name == "flex-default" and number == 2:
+                    there.send({"failed": "ValueError: no"})
+                elif name == "stof-default" and number == 3:
+                    there.close()
+                    return
+                else:
+                    there.send(float(number))
+
+        threading.Thread(target=calls).start()
+        end = partial(ended.append, name)
+        held.append(turns.Turn(Way(name, name[:4]), here, end, 0, None, "", {"graph_us": ""}))
+
+    for name in ("compile-default", "flex-default", "stof-default", "stof-fusion"):
+        begun(name)
+    args = Namespace(
+        out=tmp_path / "rows.csv", worker="bert-tiny/1x100", device="cpu", seconds=None,
+        tune_budget=1.0,
+    )  # fmt: skip
+    found = e2e._timed(args, held, "bert-tiny", e2e._Clock(args))
+    assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
+    assert [times["graph_us"] for times in found] == ["", ""]
+    assert [times["runs"] for times in found] == [4, 4] and "x compile-default" in found[1][
+        "detail"
+    ]
+    log = (tmp_path / "rows.log.csv").read_text()
+    assert "flex-default,bert-tiny,error,ValueError: no" in log
+    assert "stof-default,bert-tiny,error,its process ended: " in log
+    assert ended == ["flex-default", "stof-default"]
+    for turn in held:
+        turn.close()
+
+
+def test_ways_that_a_cell_has_no_time_for_are_left_to_a_later_run(bench_path, monkeypatch):
+    import e2e
+    import turns
+    from ways import Way
+
+    now = [100.0]
+    monkeypatch.setattr(e2e.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turns, "BUDGET_S", {"cuda": 4.0})
+
+    def compiled(seconds):
+        return lambda args, process: now.__setitem__(0, now[0] + seconds)
+
+    plain, stof = Way("compile-default", "sdpa"), Way("stof-default", "stof")
+    clock = e2e._Clock(Namespace(device="cuda", seconds=130.0, tune_budget=60.0))
+    assert clock.leaves_time(stof, 2) and clock.turns_s(2) == 8.0
+    monkeypatch.setattr(turns, "compiled", compiled(20.0))
+    clock.compiled(Namespace(way=plain))
+    assert clock.leaves_time(stof, 2)  # 110 s left for 60, turns and some to spare
+    monkeypatch.setattr(turns, "compiled", compiled(75.0))
+    clock.compiled(Namespace(way=stof))
+    assert not clock.leaves_time(stof, 3) and not clock.leaves_time(plain, 3)  # 35 s left
+    assert clock.turns_s(2) == 8.0
+    now[0] += 20.0
+    assert clock.turns_s(2) == 5.0  # what is left but for 10 s
+    free = e2e._Clock(Namespace(device="cuda", seconds=None, tune_budget=60.0))
+    assert free.leaves_time(stof, 9) and free.turns_s(3) == 12.0
