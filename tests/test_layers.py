@@ -12,6 +12,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan", "budget", "typed_json"}),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "ops_fp8", "launchers"}
+        | {"ops_fakes", "ops_hopper_attention"}
         | {"measure", "replay", "store", "capture", "normalize"}
         | {
             "compiled_root",
