@@ -17,6 +17,7 @@ from stof_compile.masks import BlockMask, MaskSpec, cached_block_mask
 from stof_compile.ops_block import (
     attention_gradient,
     hopper_programs,
+    multiplies_in_tf32,
     save_attention,
     with_heavy_rows,
 )
@@ -29,6 +30,8 @@ __all__ = [
     "dense_mask",
     "save_attention",
 ]
+
+_SPARSE = ("block", "row", "gather")  # kernels on a GPU, each with an operator attention_<kernel>
 
 
 @torch.library.custom_op("stof::attention_rule", mutates_args=())
@@ -50,11 +53,10 @@ def attention_rule(
     """Attend under a mask rule; the block mask of each length is built once and remembered.
 
     ``q_positions`` (int, [Q] or [B, Q]) replaces ``q_offset`` where the position is known only on
-    the
-    device, as with a preallocated cache: keys past the last position are masked, and a dense mask
-        is used,
-    because a block mask would need the value on the host. ``kernel`` is one of the option
-    ``attention``, or fp8 for the block-wise one on e4m3 operands.
+    the device, as with a preallocated cache: keys past the last position are masked, and a dense
+    mask is used, because a block mask would need the value on the host. ``kernel`` is one of the
+    option ``attention``, or fp8 for the block-wise one on e4m3 operands. Given ``return_lse``,
+    gradients come from kernels where those serve, else from the reference formula.
     """
     spec = _spec(rule, tuple(rule_tensors))
     batch, heads, q_len, _ = q.shape
@@ -71,33 +73,26 @@ def attention_rule(
         refusal = refusal_on(q.device, q.dtype, q.shape[3], v.shape[3])
         if refusal:
             raise StofUnsupportedError(f"sparse_attention: fp8 cannot be used: {refusal}")
-    if q.is_cuda:
-        plain = key_keep is None and bias is None and softcap == 0 and scale > 0
-        operator, config = _device_choice(kernel, q, v.shape[3], plain)
-    else:
-        from stof_compile import ops_cpu  # noqa: F401  # registers stof::attention_cpu
-        from stof_compile.kernels.attention_cpu import default_block
-
-        operator = torch.ops.stof.attention_cpu
-        config = [32, 32] if kernel == "flex" else list(default_block(q.dtype))
+    plain = key_keep is None and bias is None and softcap == 0 and scale > 0
+    name, config = _device_choice(kernel, q, v.shape[3], plain)
     tile = (config[0], config[1])
     block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
     arrays = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
-    if operator in (torch.ops.stof.attention_block, torch.ops.stof.attention_fp8):
+    if name in ("block", "fp8"):
         config = with_heavy_rows(config, block_mask, batch * heads)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    if operator is torch.ops.stof.attention_fp8:
+    if name == "fp8":
         out, lse = attend_rounded(
             *round_operands(q, k, v), *arrays, key_keep, bias, scale, softcap, q_offset, band,
             config, return_lse, q.dtype,
         )  # fmt: skip
         return out, lse
     more: list[Any] = []
-    if operator is torch.ops.stof.attention_gather:
+    if name == "gather":
         more = [None, None, *block_mask.packed]
-    elif not q.is_cuda:
+    elif name == "cpu":
         more = [_cpu_choice(kernel, q.dtype, block_mask, softcap, return_lse)]
-    out, lse = operator(
+    out, lse = getattr(torch.ops.stof, f"attention_{name}")(
         q, k, v, *arrays, key_keep, bias, scale, softcap, q_offset, band, config,
         return_lse, *more,
     )  # fmt: skip
@@ -125,15 +120,29 @@ def attention_rule_backward(
     softcap: float,
     q_offset: int,
     bias_grad: bool,
+    kernel: str,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias or [0]) of attention_rule, the rule evaluated strip by strip."""
+    """Gradients (dq, dk, dv, dbias or [0]) of attention_rule: from kernels given what it returned
+    (``out``, ``lse``), else by the reference formula, the rule evaluated strip by strip."""
+    spec = _spec(rule, tuple(rule_tensors))
+    batch, heads, q_len, _ = q.shape
+    if q.is_cuda and out is not None and not bias_grad:
+        plain = key_keep is None and bias is None and softcap == 0 and scale > 0
+        name, config = _device_choice(kernel, q, v.shape[3], plain)
+        tile = (config[0], config[1])
+        mask = cached_block_mask(spec, q_len, k.shape[2], tile, q_offset, batch, heads, q.device)
+        band = [] if mask.band is None else mask.band.as_ints()
+        dq, dk, dv, no_bias = torch.ops.stof.attention_backward(
+            grad_out, grad_lse, q, k, v, *mask.tensors, key_keep, bias, scale, softcap, q_offset,
+            band, *tile, False, out, lse, *mask.key_lists, multiplies_in_tf32(name, config),
+        )  # fmt: skip
+        return dq, dk, dv, no_bias
     from stof_compile.kernels import reference
 
     positions = _positions(q, q_offset, q_positions)
-    batch, heads, q_len, _ = q.shape
-    dense = _dense_rows(
-        _spec(rule, tuple(rule_tensors)), positions, q_len, k.shape[2], batch, heads
-    )
+    dense = _dense_rows(spec, positions, q_len, k.shape[2], batch, heads)
 
     def keep_rows(first: int, last: int) -> Tensor:
         keep = dense(first, last)
@@ -151,7 +160,7 @@ def attention_rule_backward(
 @attention_rule_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     _, _, q, k, v = arguments[:5]
-    return fake_gradients(q, k, v, arguments[8] if arguments[-1] else None)
+    return fake_gradients(q, k, v, arguments[8] if arguments[13] else None)
 
 
 @torch.library.custom_op("stof::dense_mask", mutates_args=())
@@ -199,18 +208,29 @@ def _(
 
 def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, rule_tensors, rule, key_keep, bias, q_positions = inputs[:8]
-    ctx.save_for_backward(q, k, v, key_keep, bias, q_positions, *rule_tensors)
-    ctx.rule, ctx.numbers, ctx.return_lse = rule, inputs[8:11], inputs[12]
+    kernel, return_lse = inputs[11:13]
+    ours = return_lse and q_positions is None and kernel in ("auto", *_SPARSE)
+    results = output if ours else (None, None)
+    ctx.save_for_backward(q, k, v, key_keep, bias, q_positions, *results, *rule_tensors)
+    ctx.rule, ctx.numbers, ctx.kernel, ctx.return_lse = rule, inputs[8:11], kernel, return_lse
+    # else a log-sum-exp that nothing uses has a gradient of zeros, which would be read
+    ctx.set_materialize_grads(False)
 
 
-def _rule_gradient(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, key_keep, bias, q_positions, *rule_tensors = ctx.saved_tensors
+def _rule_gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, key_keep, bias, q_positions, out, lse, *rule_tensors = ctx.saved_tensors
+    no_tensors = [None] * len(rule_tensors)
+    if not ctx.return_lse:
+        grad_lse = None
+    if grad_out is None:
+        if grad_lse is None:
+            return (None, None, None, no_tensors, *[None] * 9)
+        grad_out = q.new_zeros((*q.shape[:3], v.shape[3]))
     bias_grad = bias is not None and ctx.needs_input_grad[6]
     dq, dk, dv, dbias = torch.ops.stof.attention_rule_backward(
-        grad_out, grad_lse if ctx.return_lse else None, q, k, v, rule_tensors, ctx.rule, key_keep,
-        bias, q_positions, *ctx.numbers, bias_grad,
+        grad_out, grad_lse, q, k, v, rule_tensors, ctx.rule, key_keep, bias, q_positions,
+        *ctx.numbers, bias_grad, ctx.kernel, out, lse,
     )  # fmt: skip
-    no_tensors = [None] * len(rule_tensors)
     return (dq, dk, dv, no_tensors, None, None, dbias if bias_grad else None, *[None] * 6)
 
 
@@ -295,24 +315,24 @@ def _cpu_choice(
     )
 
 
-def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[Any, list[int]]:
-    """Triton operator and config for lengths that nothing was measured for."""
-    operators = {
-        "block": torch.ops.stof.attention_block,
-        "row": torch.ops.stof.attention_row,
-        "gather": torch.ops.stof.attention_gather,
-    }
+def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[str, list[int]]:
+    """Operator (``attention_`` left out) and config for lengths that nothing was measured for."""
+    if not q.is_cuda:
+        from stof_compile import ops_cpu  # noqa: F401  # registers stof::attention_cpu
+        from stof_compile.kernels.attention_cpu import default_block
+
+        block = [32, 32] if kernel == "flex" else list(default_block(q.dtype))
+        return "cpu", block
     if kernel == "fp8":
-        config = first_gpu_config("block", q, value_dim, False, fp8=True)
-        return torch.ops.stof.attention_fp8, list(config)
+        return "fp8", list(first_gpu_config("block", q, value_dim, False, fp8=True))
     if kernel == "auto":
         kernel = "row" if q.shape[2] == 1 else "block"
-    if kernel not in operators:
+    if kernel not in _SPARSE:
         raise StofUnsupportedError(
-            f"attention={kernel!r} takes no mask rule on a GPU; use auto, {', '.join(operators)} "
-            "or sdpa"
+            f"attention={kernel!r} takes no mask rule on a GPU; use auto, {', '.join(_SPARSE)} or "
+            "sdpa"
         )
-    return operators[kernel], list(first_gpu_config(kernel, q, value_dim, plain))
+    return kernel, list(first_gpu_config(kernel, q, value_dim, plain))
 
 
 def first_gpu_config(

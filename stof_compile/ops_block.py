@@ -24,9 +24,9 @@ from stof_compile.ops_fakes import fake_attention, fake_gradients
 _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
 _PLAIN_BITMAP = 20  # of attention_block
-# Positions of fields of a BlockConfig, and of tf32 in a RowConfig.
-_NUM_WARPS, _STAGES, _TF32, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 8, 9, 10, 11, 12
-_TF32_OF_ROWS, _TF32_OF_GATHER = 6, 5
+# Positions of fields of a BlockConfig, and of tf32 in the config of each kernel.
+_NUM_WARPS, _STAGES, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 9, 10, 11, 12
+_TF32 = {"block": 8, "row": 6, "gather": 5}
 _WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
 
@@ -149,6 +149,20 @@ def attention_gather(
     )
 
 
+def wants_kernel_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call outside a plan is to keep its log-sum-exp, for gradients from kernels: some
+    are recorded, on a GPU, and none of the bias."""
+    if not q.is_cuda or not torch.is_grad_enabled():
+        return False
+    return not (bias is not None and bias.requires_grad) and any(t.requires_grad for t in (q, k, v))
+
+
+def multiplies_in_tf32(kernel: str, config: Sequence[int]) -> bool:
+    """Whether a config of "block", "row" or "gather" rounds fp32 products to TF32."""
+    at = _TF32[kernel]
+    return any(config[at : at + 1])  # older configs have fewer fields
+
+
 def hopper_programs(config: Sequence[int]) -> int:
     """Programs per multiprocessor if a BlockConfig asks for the Hopper kernel, else 0."""
     return config[_HOPPER] if len(config) > _HEAVY_ROWS else 0
@@ -258,13 +272,12 @@ def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _save_with_results(
-    ctx: Any, inputs: tuple[Any, ...], output: Any, tf32: int, plain: int | None = None
+    ctx: Any, inputs: tuple[Any, ...], output: Any, kernel: str, plain: int | None = None
 ) -> None:
     """Keep the results too, and the lists by column: the backward kernels read them.
 
-    Lists are given where a trial has found the gradients of the kernels right; without them the
-    reference formula is used. ``tf32`` is the position of that flag in the operator's config,
-    ``plain`` that of the bitmap to keep in place of fragments.
+    Lists are given where gradients are wanted and none of a bias; without them the reference
+    formula is used. ``plain`` is the position of the bitmap to keep in place of fragments.
     """
     out, lse = output
     if plain is not None and len(inputs) > plain and inputs[plain] is not None:
@@ -272,7 +285,7 @@ def _save_with_results(
     ours = inputs[_RETURN_LSE] and len(inputs) > _KEY_PTR and inputs[_KEY_PTR] is not None
     results = (out, lse) if ours else (None, None)
     _save(ctx, inputs, (*results, *inputs[_KEY_PTR : _KEY_PTR + 2]))
-    ctx.tf32 = any(ctx.config[tf32 : tf32 + 1])
+    ctx.tf32 = multiplies_in_tf32(kernel, ctx.config)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> None:
@@ -336,13 +349,13 @@ def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 _OPERATORS = (
-    (attention_block, _TF32, _PLAIN_BITMAP),
-    (attention_row, _TF32_OF_ROWS, None),
-    (attention_gather, _TF32_OF_GATHER, None),
+    (attention_block, "block", _PLAIN_BITMAP),
+    (attention_row, "row", None),
+    (attention_gather, "gather", None),
 )
-for _operator, _flag, _plain in _OPERATORS:
+for _operator, _kernel, _plain in _OPERATORS:
     _operator.register_fake(_fake(_operator._qualname))
     _operator.register_autograd(
         attention_gradient,
-        setup_context=partial(_save_with_results, tf32=_flag, plain=_plain),
+        setup_context=partial(_save_with_results, kernel=_kernel, plain=_plain),
     )

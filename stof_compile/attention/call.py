@@ -57,17 +57,9 @@ class KernelCall:
         return self.attend(*self.prepare(q, k, v), key_keep, bias, buffers)
 
 
-def bind_kernel(
-    problem: AttentionProblem,
-    kernel: str,
-    config: tuple[int, ...],
-    *,
-    own_gradients: bool = True,
-) -> KernelCall:
+def bind_kernel(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
     """Bind a kernel and its config to a problem.
 
-    Args:
-        own_gradients: whether gradients may come from kernels; else from the reference formula.
     Raises:
         StofUnsupportedError: unknown kernel name for this device, or one without an e4m3 form
             for a problem in fp8.
@@ -77,7 +69,7 @@ def bind_kernel(
     if kernel == "sdpa":
         return _bind_cudnn(problem) if config == CUDNN else _bind_sdpa(problem)
     if kernel in ("block", "row") or (kernel == "gather" and problem.device.type == "cuda"):
-        return _bind_sparse(problem, kernel, config, own_gradients)
+        return _bind_sparse(problem, kernel, config)
     if kernel in ("flex", "gather"):
         return _bind_cpu(problem, kernel, config)
     raise StofUnsupportedError(f"no attention kernel is called {kernel!r}")
@@ -125,10 +117,15 @@ def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str
     return {f"{stem}_{name}": array for name, array in mask_arrays(block_mask, config).items()}
 
 
-def _list_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
-    """The tile lists by column, by name, for a call whose gradients the kernels give."""
-    stem = _stem(block_mask)
-    return dict(zip((f"{stem}_key_ptr", f"{stem}_key_tiles"), block_mask.key_lists, strict=True))
+def gradient_arrays(
+    block_mask: BlockMask, kernel: str, config: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """What an attention operator keeps of a mask for gradients from kernels, by name: the tile
+    lists by column, and the bitmap where it reads fragments and no rule says what is kept."""
+    arrays = dict(zip(("key_ptr", "key_tiles"), block_mask.key_lists, strict=True))
+    if kernel == "block" and hopper_programs(config) and block_mask.band is None:
+        arrays["bitmap"] = block_mask.bitmap
+    return arrays
 
 
 def _pack_buffers(block_mask: BlockMask) -> dict[str, torch.Tensor]:
@@ -142,9 +139,7 @@ def _band(block_mask: BlockMask) -> list[int]:
     return [] if rule is None else [rule.lo, rule.hi, rule.global_q, rule.global_k, rule.cap]
 
 
-def _bind_sparse(
-    problem: AttentionProblem, kernel: str, config: tuple[int, ...], own_gradients: bool
-) -> KernelCall:
+def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
     op = SPARSE_OPERATORS[kernel]
     block_mask = problem.block_mask((config[0], config[1]))
     if kernel == "block":
@@ -155,10 +150,11 @@ def _bind_sparse(
     buffers = _mask_buffers(block_mask, config if kernel == "block" else ())
     names, band = tuple(buffers), _band(block_mask)
     # the reference formula gives the gradient of a bias and needs neither lists nor log-sum-exp
-    kernels_backward = own_gradients and problem.training and not problem.bias_grad
-    lists = _list_buffers(block_mask) if kernels_backward else {}
-    if lists and kernel == "block" and hopper_programs(config) and not band:
-        lists[f"{_stem(block_mask)}_bitmap"] = block_mask.bitmap
+    kernels_backward = problem.training and not problem.bias_grad
+    lists = {}
+    if kernels_backward:
+        kept = gradient_arrays(block_mask, kernel, config)
+        lists = {f"{_stem(block_mask)}_{name}": array for name, array in kept.items()}
     packed = _pack_buffers(block_mask) if kernel == "gather" else {}
     buffers |= lists | packed
     no_lists = (None, None) if packed and not lists else ()

@@ -14,12 +14,18 @@ from torch import Tensor
 import stof_compile.ops
 import stof_compile.ops_cpu  # registers stof::attention_cpu
 from stof_compile import masks
-from stof_compile.attention.call import SPARSE_OPERATORS, honest_config, mask_arrays
+from stof_compile.attention.call import (
+    SPARSE_OPERATORS,
+    gradient_arrays,
+    honest_config,
+    mask_arrays,
+)
 from stof_compile.attention.fp8 import attend_fp8, refuse_fp8
 from stof_compile.attention.operands import check_operands, check_tensor_mask
 from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
+from stof_compile.ops_block import wants_kernel_gradients
 
 KERNELS = ("row", "block", "gather", "flex", "sdpa")
 KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "gather", "sdpa")}
@@ -132,8 +138,9 @@ def sparse_attention(
         # a compiled graph never waits for FlexAttention to compile: on the CPU it takes the gather
         # kernel
         kernel = "gather" if q.device.type == "cpu" else "fp8" if fp8 else "auto"
+        kept = return_lse or wants_kernel_gradients(q, k, v, bias)
         out, lse = torch.ops.stof.attention_rule(
-            q, k, v, tensors, text, key_keep, bias, None, factor, softcap, 0, kernel, return_lse
+            q, k, v, tensors, text, key_keep, bias, None, factor, softcap, 0, kernel, kept
         )
     else:
         forced = current_override()
@@ -228,8 +235,12 @@ def _attend(
     on_gpu = device == "cuda"
     attend = SPARSE_OPERATORS[kernel] if on_gpu else torch.ops.stof.attention_cpu
     more: list[Any] = [] if on_gpu else [kernel]
+    if wants_kernel_gradients(q, k, v, bias):
+        return_lse, more = True, [*gradient_arrays(block_mask, kernel, config).values()]
+    elif on_gpu and kernel == "gather":
+        more = [None, None]
     if on_gpu and kernel == "gather":
-        more = [None, None, *block_mask.packed]
+        more += block_mask.packed
     out, lse = attend(
         q,
         k,

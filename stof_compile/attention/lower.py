@@ -172,7 +172,7 @@ def _lower_static(
             report.reason = f"SDPA was chosen and is already there ({choice.reason})"
             return ""
         try:
-            call = _bound(problem, choice, ctx)
+            call = bind_kernel(problem, choice.kernel, choice.config)
         except StofUnsupportedError as refusal:
             return str(refusal)
     _put(gm, site, call, parts, choice, report, fp8=problem.fp8)
@@ -213,15 +213,6 @@ def _reads_in_vain(site: AttentionSite, parts: MaskParts, problem: AttentionProb
         return True
     known = parts.bias is None and parts.padding is None and not parts.buffers
     return known and parts.empty_rows != "unmasked"
-
-
-def _bound(problem: AttentionProblem, choice: AttentionPlan, ctx: LoweringContext) -> KernelCall:
-    """The call of a choice; its gradients come from kernels where a trial has checked them."""
-    made = choice
-    if choice.source == "plan" and ctx.plan is not None:  # how it came into the plan
-        made = ctx.plan.attention[problem.key]
-    checked = made.source in ("measured", "store")
-    return bind_kernel(problem, choice.kernel, choice.config, own_gradients=checked)
 
 
 def _choice(problem: AttentionProblem, ctx: LoweringContext, report: SiteReport) -> AttentionPlan:
@@ -280,7 +271,7 @@ def _lower_nested(
             else:
                 problem, choice = _chosen(problem, ctx.options.fp8, ctx, report)
             try:
-                call = _bound(problem, choice, ctx)
+                call = bind_kernel(problem, choice.kernel, choice.config)
             except StofUnsupportedError as refusal:
                 nested = str(refusal)
     if not isinstance(nested, str):

@@ -50,7 +50,7 @@ def read_nested(site: AttentionSite, option: MaskSpec | None, facts: CaptureFact
     given = _arguments(call)
     if has_dynamic_lengths(site, option):
         return "lengths are symbolic"
-    if given["return_lse"] is not False or site.output is call or len(call.users) > 1:
+    if site.output is call or len(call.users) > 1:
         return "its log-sum-exp is used"
     if given["q_positions"] is not None or not isinstance(given["q_offset"], int):
         return "the position of the queries is known only at run time"

@@ -109,7 +109,7 @@ def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
         arrays = mask_arrays(mask, config).values()
         numbers = 0.3, 0.0, 0, list(band), list(config), False
         inputs = (q, k, v, *arrays, None, None, *numbers, None, None, bitmap)
-        ops_block._save_with_results(ctx, inputs, (None, None), tf32=8, plain=20)
+        ops_block._save_with_results(ctx, inputs, (None, None), kernel="block", plain=20)
         return ops_block.attention_gradient(ctx, grad, None)[:3]
 
     plain = gradients(BlockConfig())

@@ -1,17 +1,15 @@
 """Candidates for training are checked on their gradients before a time counts."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import stof_compile.ops_cpu  # noqa: F401  # registers stof::attention_cpu
 from stof_compile import masks
-from stof_compile.attention import lower, trial
+from stof_compile.attention import trial
 from stof_compile.attention.call import bind_kernel
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
-from stof_compile.plan import AttentionPlan
 
 SPECS = {
     "none": None,
@@ -82,27 +80,3 @@ def test_a_candidate_with_wrong_gradients_is_never_timed(monkeypatch):
         problem(SPECS["window"]), "gather", (32, 32), torch.Generator().manual_seed(0)
     )
     assert (found.status, found.reason) == ("failed", "gradients differ from the fp64 reference")
-
-
-@pytest.mark.parametrize(
-    ("source", "in_plan", "checked"),
-    [
-        ("measured", None, True),
-        ("store", None, True),
-        ("forced", None, False),
-        ("table", None, False),
-        ("plan", "measured", True),
-        ("plan", "forced", False),
-    ],
-)
-def test_gradients_come_from_kernels_where_a_trial_checked_them(
-    source, in_plan, checked, monkeypatch
-):
-    asked = []
-    monkeypatch.setattr(lower, "bind_kernel", lambda *_, own_gradients: asked.append(own_gradients))
-    held = problem(SPECS["window"])
-    plan = None
-    if in_plan is not None:
-        plan = SimpleNamespace(attention={held.key: AttentionPlan("block", (16, 16), in_plan, "")})
-    lower._bound(held, AttentionPlan("block", (16, 16), source, ""), SimpleNamespace(plan=plan))
-    assert asked == [checked]

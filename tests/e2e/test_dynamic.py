@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stof_compile import explain, masks, sparse_attention
+from stof_compile.attention import functional
 from stof_compile.errors import StofMaskError
 
 LENGTHS = (32, 17, 48, 9, 64)
@@ -248,6 +249,25 @@ def test_sparse_attention_in_the_model(dynamic, option):
         known = not dynamic and mask.rule != "document"
         status = explain(fast).graphs[0].sites[0].status
         assert status == ("rewritten" if known else "kept" if option is None else "masked")
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_log_sum_exp_kept_for_gradients_does_not_keep_the_call(used, monkeypatch, fresh_dynamo):
+    """As sparse_attention traces where gradients are wanted on a GPU."""
+
+    def attend(x):
+        found = sparse_attention(x, x, x, WINDOW, return_lse=used)
+        return found[0] + found[1][..., None] if used else found
+
+    x = torch.randn(2, 3, 24, 16, requires_grad=True)
+    expected = torch.autograd.grad(attend(x).square().sum(), x)[0]
+    monkeypatch.setattr(functional, "wants_kernel_gradients", lambda *operands: True)
+    options = {"tune_budget_s": 0, "attention": "gather"}
+    fast = torch.compile(attend, backend="stof", options=options)
+    assert_same(torch.autograd.grad(fast(x).square().sum(), x)[0], expected)
+    site = explain(fast).graphs[0].sites[0]
+    assert site.status == ("kept" if used else "rewritten")
+    assert not used or any("its log-sum-exp is used" in note for note in site.notes)
 
 
 @pytest.mark.parametrize(

@@ -189,8 +189,8 @@ def test_without_log_sum_exp_the_formula_serves():
         assert_close(a, b, SINGLE)
 
 
-@pytest.mark.parametrize("kernel", ["block", "row"])
-def test_eager_function_and_the_gradient_of_its_log_sum_exp(kernel):
+@pytest.mark.parametrize("kernel", ["block", "row", "gather"])
+def test_eager_function_and_the_gradient_of_its_log_sum_exp(only_kernels, kernel):
     q, k, v, grad = operands(2, 190, SINGLE, heads=4, group=2)
     rule = masks.longformer(9, 5)
     with attention_kernel(kernel):
@@ -203,6 +203,69 @@ def test_eager_function_and_the_gradient_of_its_log_sum_exp(kernel):
     expected = torch.autograd.grad(wanted, wide, (grad.double(), lse_grad.double()))
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b, SINGLE, TWO_PRODUCTS)
+
+
+WAYS = {"eager": None, "inductor": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
+@pytest.mark.parametrize("rule", ["bigbird", "longformer", "dilated"])
+def test_the_function_has_the_gradients_of_the_kernels(only_kernels, rule, dtype, way):
+    q, k, v, grad = operands(2, 1001, dtype, heads=4)
+    spec = rules()[rule]
+
+    def attend(q, k, v):
+        return sparse_attention(q, k, v, spec) * 2.0
+
+    torch._dynamo.reset()
+    if WAYS[way] is not None:
+        attend = torch.compile(attend, fullgraph=True, **WAYS[way])
+    mask = stored_mask(spec, q, k)
+    wanted = [2.0 * t for t in expected_gradients(only_kernels, q, k, v, grad, mask)]
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
+        for a, b in zip(found, wanted, strict=True):
+            assert_close(a, b, dtype, TWO_PRODUCTS)
+
+
+@pytest.mark.parametrize("rule", ["bigbird", "longformer"])
+def test_both_passes_of_the_function_replay_in_a_cuda_graph(only_kernels, rule):
+    q, k, v, grad = operands(8, 1024, HALF)
+    spec = rules()[rule]
+
+    def both():
+        return torch.autograd.grad(sparse_attention(q, k, v, spec), (q, k, v), grad)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    mask = stored_mask(spec, q, k)
+    for _ in range(2):
+        with torch.no_grad():
+            for t in (q, k, v, grad):
+                t.copy_(torch.randn_like(t))
+        graph.replay()
+        for a, b in zip(found, expected_gradients(only_kernels, q, k, v, grad, mask), strict=True):
+            assert_close(a, b, HALF, TWO_PRODUCTS)
+
+
+def test_a_forced_kernel_trains_by_kernels(only_kernels):
+    q, k, v, grad = operands(2, 700, HALF, heads=4)
+    spec = rules()["bigbird"]
+    torch._dynamo.reset()
+    options = {"attention": "block", "strict": True}
+    attend = torch.compile(lambda *t: sparse_attention(*t, spec), backend="stof", options=options)
+    found = torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
+    mask = stored_mask(spec, q, k)
+    for a, b in zip(found, expected_gradients(only_kernels, q, k, v, grad, mask), strict=True):
+        assert_close(a, b, HALF, TWO_PRODUCTS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
