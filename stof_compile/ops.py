@@ -32,9 +32,12 @@ __all__ = [
 ]
 
 _SPARSE = ("block", "row", "gather")  # kernels on a GPU, each with an operator attention_<kernel>
+# The host builds and keeps the block mask of what the rule's tensors hold at the call: a CUDA graph
+# would replay the mask it was captured with, and its memory pool may not keep the new one.
+_OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("stof::attention_rule", mutates_args=())
+@torch.library.custom_op("stof::attention_rule", mutates_args=(), tags=_OUTSIDE_GRAPHS)
 def attention_rule(
     q: Tensor,
     k: Tensor,
@@ -104,7 +107,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return fake_attention(q, v, rest[-1])
 
 
-@torch.library.custom_op("stof::attention_rule_backward", mutates_args=())
+@torch.library.custom_op("stof::attention_rule_backward", mutates_args=(), tags=_OUTSIDE_GRAPHS)
 def attention_rule_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

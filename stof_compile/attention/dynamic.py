@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -21,6 +21,7 @@ from stof_compile.masks.spec import MaskSpec
 from stof_compile.masks.split import MaskParts
 from stof_compile.measure import real_tensors
 from stof_compile.node_ops import same_size
+from stof_compile.ops_block import wants_kernel_gradients
 from stof_compile.options import StofOptions
 
 
@@ -65,18 +66,35 @@ def lower_dynamic_site(
     found = [rule for rule in rules if rule is not None]
     if not found:
         return DynamicOutcome(None, "no mask: SDPA is the best dense kernel", by_choice=True)
-    values = [n.meta["example_value"] for n in (site.q, site.k, site.v)]
-    if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+    training = _training(site, parts, options, sparse=own is not None or option is not None)
+    if training == "sdpa":
         reason = "training with symbolic lengths stays with SDPA's own backward"
         return DynamicOutcome(None, reason, by_choice=True)
     rule = found[0]
     for other in found[1:]:
         rule = rule & other
     ends_with_keys = option is not None and not site.cross and not _same_length(site)
-    _insert(gm, site, parts, rule, (own, sizes), options, offset_from_lengths=ends_with_keys)
+    _insert(
+        gm, site, parts, rule, (own, sizes), options,
+        offset_from_lengths=ends_with_keys, keep_lse=training == "kernels",
+    )  # fmt: skip
     return DynamicOutcome(
         rule, "lengths are symbolic: block masks are built once per length from the rule"
     )
+
+
+def _training(
+    site: AttentionSite, parts: MaskParts, options: StofOptions, *, sparse: bool
+) -> Literal["no", "kernels", "sdpa"]:
+    """Whether gradients are wanted, and whose: the kernels' on a GPU, where there is more of a
+    mask than SDPA's own causal one, else SDPA's."""
+    q, k, v = (node.meta["example_value"] for node in (site.q, site.k, site.v))
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
+        return "no"
+    bias = None if parts.bias is None else parts.bias.meta["example_value"]
+    if sparse and options.attention != "sdpa" and wants_kernel_gradients(q, k, v, bias):
+        return "kernels"
+    return "sdpa"
 
 
 def _obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) -> str:
@@ -135,6 +153,7 @@ def _insert(
     options: StofOptions,
     *,
     offset_from_lengths: bool,
+    keep_lse: bool,
 ) -> None:
     device = site.q.meta["example_value"].device
     head_dim = site.q.meta["example_value"].shape[-1]
@@ -154,7 +173,7 @@ def _insert(
         offset = (k.size(-2) - q.size(-2)).node if offset_from_lengths else 0
         held = [tensor_node(i, tensor) for i, tensor in enumerate(rule.tensors())]
         operands = (q.node, k.node, v.node, held, rule.to_json(), parts.padding, parts.bias, None)
-        numbers = (scale, float(site.softcap), offset, kernel, False)
+        numbers = (scale, float(site.softcap), offset, kernel, keep_lse)
         call = gm.graph.call_function(torch.ops.stof.attention_rule.default, (*operands, *numbers))
         return proxy(call)[0]
 

@@ -206,13 +206,14 @@ def test_eager_function_and_the_gradient_of_its_log_sum_exp(only_kernels, kernel
 
 
 WAYS = {"eager": None, "inductor": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
+LENGTH_OF = {"eager": 1001, "inductor": 1003, "reduce-overhead": 1005}  # no mask is there already
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
 @pytest.mark.parametrize("rule", ["bigbird", "longformer", "dilated"])
 def test_the_function_has_the_gradients_of_the_kernels(only_kernels, rule, dtype, way):
-    q, k, v, grad = operands(2, 1001, dtype, heads=4)
+    q, k, v, grad = operands(2, LENGTH_OF[way], dtype, heads=4)
     spec = rules()[rule]
 
     def attend(q, k, v):
@@ -228,6 +229,25 @@ def test_the_function_has_the_gradients_of_the_kernels(only_kernels, rule, dtype
         found = torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
         for a, b in zip(found, wanted, strict=True):
             assert_close(a, b, dtype, TWO_PRODUCTS)
+
+
+@torch.no_grad()
+def test_a_mask_that_changes_between_calls_is_no_part_of_a_cuda_graph():
+    q, k, v, _ = operands(1, 640, HALF, heads=4)
+    documents = torch.arange(640, device="cuda") // 100
+
+    def attend(q, k, v, documents):
+        return sparse_attention(q + 1.0, k, v, masks.document(documents)) * 2.0
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
+    for width in (100, 100, 100, 37, 200):
+        documents.copy_(torch.arange(640, device="cuda") // width)
+        keep = documents[:, None] == documents
+        wide = (q.double() + 1.0, k.double(), v.double())
+        expected = 2.0 * reference.attention_reference(*wide, keep, None, None, 0.125)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(compiled(q, k, v, documents), expected, HALF, TWO_PRODUCTS)
 
 
 @pytest.mark.parametrize("rule", ["bigbird", "longformer"])
@@ -350,6 +370,14 @@ class Attention(torch.nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, s, w))
 
 
+def training_step(forward, module, x):
+    """Output and gradients of the parameters."""
+    module.zero_grad()
+    out = forward(x)
+    out.square().sum().backward()
+    return [out.detach()] + [p.grad.clone() for p in module.parameters()]
+
+
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN], ids=str)
 def test_training_step_of_the_backend(dtype):
     torch._dynamo.reset()
@@ -359,22 +387,39 @@ def test_training_step_of_the_backend(dtype):
     mask = masks.longformer(32, 16)
     keep = build_block_mask(mask, 512, 512, 64, device="cuda").to_dense()
 
-    def step(forward, module, x):
-        module.zero_grad()
-        out = forward(x)
-        out.square().sum().backward()
-        return [out.detach()] + [p.grad.clone() for p in module.parameters()]
-
     wide = Attention().cuda()
     wide.load_state_dict(model.state_dict())
     model = model.to(dtype)
     wide.load_state_dict(model.state_dict())
     wide.double().mask = keep
-    expected = step(wide, wide, x.to(dtype).double())
+    expected = training_step(wide, wide, x.to(dtype).double())
     model.mask = None
     fast = torch.compile(model, backend="stof", options={"attention": "block", "mask": mask})
     for _ in range(2):
-        found = step(fast, model, x.to(dtype))
+        found = training_step(fast, model, x.to(dtype))
     assert {site.choice.kernel for site in explain(fast).sites} == {"block"}
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b, dtype, 4.0)  # five products behind each other
+
+
+@pytest.mark.parametrize("rule", ["bigbird", "longformer"])
+def test_training_with_symbolic_lengths(only_kernels, rule):
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    spec = rules()[rule]
+    model = Attention().cuda()
+    wide = Attention().cuda()
+    wide.load_state_dict(model.state_dict())
+    wide.double()
+    model.mask = None
+    fast = torch.compile(model, backend="stof", dynamic=True, options={"mask": spec})
+    for length in (512, 300, 777):
+        x = torch.randn(2, length, 256, device="cuda")
+        wide.mask = build_block_mask(spec, length, length, 64, device="cuda").to_dense()
+        expected, found = (
+            training_step(forward, module, t)
+            for forward, module, t in ((wide, wide, x.double()), (fast, model, x))
+        )
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b, SINGLE, 4.0)  # five products behind each other
+    assert {site.kernel for site in explain(fast).sites} == {"rule"}

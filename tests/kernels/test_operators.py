@@ -137,6 +137,12 @@ def test_rule_operators_pass_opcheck():
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
+def test_rule_operators_stay_out_of_cuda_graphs():
+    """Inductor cuts its graphs there: the mask is that of the call, not of the capture."""
+    for operator in (torch.ops.stof.attention_rule, torch.ops.stof.attention_rule_backward):
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+
+
 @pytest.mark.parametrize("kernel", ["auto", "sdpa"])
 def test_rule_on_the_cpu(kernel):
     q, k, v = operands(requires_grad=True)
