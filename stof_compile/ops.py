@@ -28,6 +28,7 @@ __all__ = [
     "attention_gradient",
     "attention_rule",
     "dense_mask",
+    "dense_mask_of_lengths",
     "save_attention",
 ]
 
@@ -166,8 +167,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return fake_gradients(q, k, v, arguments[8] if arguments[13] else None)
 
 
-@torch.library.custom_op("stof::dense_mask", mutates_args=())
-def dense_mask(
+def _dense_mask(
     rule_tensors: Sequence[Tensor],
     rule: str,
     q_positions: Tensor,
@@ -176,6 +176,9 @@ def dense_mask(
     heads: int,
 ) -> Tensor:
     """Evaluate a rule as bool [1 or batch, 1 or heads, Q, K] for attention left to PyTorch.
+
+    Two operators do it: ``dense_mask``, and ``dense_mask_of_lengths`` for rules that depend on the
+    lengths, which the host reads the first position for.
 
     Args:
         rule_tensors, rule: tensors and JSON of the rule.
@@ -189,8 +192,7 @@ def dense_mask(
     return _dense_rows(spec, positions, q_len, k_len, batch, heads)(0, q_len).clone()
 
 
-@dense_mask.register_fake
-def _(
+def _fake_dense_mask(
     rule_tensors: Sequence[Tensor],
     rule: str,
     q_positions: Tensor,
@@ -207,6 +209,14 @@ def _(
         k_len,
     )
     return q_positions.new_empty(shape, dtype=torch.bool)
+
+
+dense_mask = torch.library.custom_op("stof::dense_mask", _dense_mask, mutates_args=())
+dense_mask_of_lengths = torch.library.custom_op(
+    "stof::dense_mask_of_lengths", _dense_mask, mutates_args=(), tags=_OUTSIDE_GRAPHS
+)
+for _operator in (dense_mask, dense_mask_of_lengths):
+    _operator.register_fake(_fake_dense_mask)
 
 
 def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -44,7 +44,8 @@ def dense_keep(
     place: Place | None = None,
 ) -> Callable[[Callable[[Node], Any]], Any]:
     """Return a builder of a rule's dense mask: a buffer where it can be one, else
-    ``stof::dense_mask``, which evaluates the rule at each call.
+    ``stof::dense_mask``, which evaluates the rule at each call. A rule that depends on the lengths
+    takes ``stof::dense_mask_of_lengths``, which no CUDA graph of Inductor holds.
 
     Args:
         gm, spec: graph and rule.
@@ -72,7 +73,10 @@ def dense_keep(
                 for i, tensor in enumerate(rule.tensors())
             ]
             arguments = (tensors, rule.to_json(), positions.node, k_len.node, batch, heads)
-            return proxy(gm.graph.call_function(torch.ops.stof.dense_mask.default, arguments))
+            reads = rule.depends_on_lengths
+            ops = torch.ops.stof
+            operator = ops.dense_mask_of_lengths if reads else ops.dense_mask
+            return proxy(gm.graph.call_function(operator.default, arguments))
 
         places = rows + (k_len - q_len) if positions is None else positions(proxy, rows)
         wanted = dense(spec, places)

@@ -80,6 +80,34 @@ def test_more_masks_than_a_graph_keeps_are_evaluated_at_each_call(monkeypatch):
         assert len(evaluated) == calls, most
 
 
+@pytest.mark.parametrize(
+    ("spec", "operator"),
+    [(WINDOW, "stof.dense_mask"), (masks.bigbird(4, 2, 0.1), "stof.dense_mask_of_lengths")],
+    ids=["no", "yes"],
+)
+@torch.no_grad()
+def test_a_rule_that_depends_on_the_lengths_has_its_own_operator(spec, operator, monkeypatch):
+    from stof_compile.attention import dense_mask
+
+    seen = []
+
+    def compiled(gm, *given, **options):
+        seen.extend(str(node.target) for node in gm.graph.nodes)
+        return without_inductor(gm, *given, **options)
+
+    class Attend(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    monkeypatch.setattr("stof_compile.backend.compile_with_inductor", compiled)
+    monkeypatch.setattr(dense_mask, "MOST_KEPT", 0)
+    x = torch.randn(1, 2, 32, 16)
+    with masked(spec):
+        expected = Attend()(x)
+    assert_same(compile_with(Attend(), attention="off", mask=spec)(x), expected)
+    assert f"{operator}.default" in seen
+
+
 @pytest.mark.parametrize("attention", ["auto", "gather", "off"])
 @torch.no_grad()
 def test_more_queries_than_keys_end_with_them(attention):

@@ -139,8 +139,10 @@ def test_rule_operators_pass_opcheck():
 
 def test_rule_operators_stay_out_of_cuda_graphs():
     """Inductor cuts its graphs there: the mask is that of the call, not of the capture."""
-    for operator in (torch.ops.stof.attention_rule, torch.ops.stof.attention_rule_backward):
+    for name in ("attention_rule", "attention_rule_backward", "dense_mask_of_lengths"):
+        operator = getattr(torch.ops.stof, name)
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
+    assert torch.Tag.cudagraph_unsafe not in torch.ops.stof.dense_mask.default.tags
 
 
 @pytest.mark.parametrize("kernel", ["auto", "sdpa"])
