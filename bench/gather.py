@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +94,21 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
     found: list[Group] = []
     for (kind, base, device), pairs in held.items():
         name = f"{base}-{'cuda' if is_gpu(device) else 'cpu'}"
-        taken = sum(group.name == name or group.name.startswith(f"{name}_") for group in found)
+        names = [group.name for group in found]
+        if name in names:
+            name += f"_{_short(device)}"
+        if name in names:
+            name += f"_{1 + sum(other.startswith(name) for other in names)}"
         files = tuple(dict.fromkeys(path for path, _ in pairs))
         rows = newest([row for _, row in pairs], NAMED_BY.get(kind, ()))
-        found.append(Group(kind, f"{name}_{taken + 1}" if taken else name, files, tuple(rows)))
+        found.append(Group(kind, name, files, tuple(rows)))
     return sorted(found, key=lambda group: (not group.on_gpu, group.name))
+
+
+def _short(device: str) -> str:
+    """What tells a device from others: its model ("h100"), else the first word of its name."""
+    model = re.search(r"\b[A-Z]+\d\w*", device) or re.search(r"\w+", device)
+    return model.group().lower() if model else "other"
 
 
 def csv_files(folder: Path) -> list[Path]:

@@ -181,6 +181,23 @@ def test_an_ablation_is_a_group_of_its_own(folder):
     assert "| gpt2 1x128 | 0.9000 | 2.00 |" in text
 
 
+def test_the_devices_of_a_kind_are_told_apart(folder):
+    from gather import groups
+
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GeForce")
+    for number, device in enumerate(names):
+        rows = [model("compile-default", "900", "950", device=device)]
+        write(folder / f"e2e-x{number}-cuda.csv", rows)
+    held = {group.name: group.device for group in groups(folder) if group.kind == "e2e"}
+    held.pop("e2e-long-cuda")
+    assert held == {
+        "e2e-cuda": "NVIDIA H200",
+        "e2e-cuda_h100": "NVIDIA H100 80GB HBM3",
+        "e2e-cuda_h100_2": "NVIDIA H100 PCIe",
+        "e2e-cuda_nvidia": "NVIDIA GeForce",
+    }
+
+
 def test_where_stof_loses_is_told_cell_by_cell(folder):
     from page import render
 
