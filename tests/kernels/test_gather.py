@@ -189,7 +189,7 @@ def test_a_call_of_a_model(facts):
     from stof_compile.kernels.attention_gather import GatherConfig
 
     spec = scattered(50)
-    bound = _bind_sparse(problem(spec, 50, **facts), "gather", tuple(GatherConfig(16, 16)), True)
+    bound = _bind_sparse(problem(spec, 50, **facts), "gather", tuple(GatherConfig(16, 16)))
     assert len(bound.buffers) == (13 if "training" in facts else 11)
     keep = masks.build_block_mask(spec, 50, 50, 16).to_dense()
     key_keep = torch.arange(50)[None] < 44 if "padding" in facts else None
