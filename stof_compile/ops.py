@@ -124,7 +124,7 @@ def attention_rule_backward(
     softcap: float,
     q_offset: int,
     bias_grad: bool,
-    kernel: str,
+    kernel: str = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -222,7 +222,9 @@ for _operator in (dense_mask, dense_mask_of_lengths):
 def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, rule_tensors, rule, key_keep, bias, q_positions = inputs[:8]
     kernel, return_lse = inputs[11:13]
-    ours = return_lse and q_positions is None and kernel in ("auto", *_SPARSE)
+    bias_grad = bias is not None and ctx.needs_input_grad[6]
+    ours = return_lse and q.is_cuda and not bias_grad and q_positions is None
+    ours = ours and kernel in ("auto", *_SPARSE)
     results = output if ours else (None, None)
     ctx.save_for_backward(q, k, v, key_keep, bias, q_positions, *results, *rule_tensors)
     ctx.rule, ctx.numbers, ctx.kernel, ctx.return_lse = rule, inputs[8:11], kernel, return_lse

@@ -302,7 +302,8 @@ def attention_gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Any, ...]:
     """Gradient of every attention operator over a block mask, for its q, k, v and bias."""
-    saved, results = list(ctx.saved_tensors[: _BIAS + 1]), ctx.saved_tensors[_BIAS + 1 :]
+    kept = ctx.saved_tensors  # once: a checkpoint lets each be unpacked a single time
+    saved, results = list(kept[: _BIAS + 1]), kept[_BIAS + 1 :]
     gradients: list[Tensor | None] = [None] * ctx.inputs
     if not ctx.return_lse:
         grad_lse = None

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from stof_compile.kernels.reference import attention_reference
+from torch.utils.checkpoint import checkpoint
 
 from stof_compile import attention_kernel, masks, sparse_attention
 from stof_compile.attention.functional import current_override, default_kernel
@@ -92,6 +93,19 @@ def test_gradients() -> None:
         grads, torch.autograd.grad((expected * weight).sum(), wide), strict=True
     ):
         assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_under_a_checkpoint(reentrant: bool) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sparse_attention(q * 1.5, k, v, WINDOW, enable_gqa=True)
+
+    plain, kept = ([t.requires_grad_() for t in operands()] for _ in range(2))
+    attend(*plain).square().sum().backward()
+    checkpoint(attend, *kept, use_reentrant=reentrant).square().sum().backward()
+    for wanted, got in zip(plain, kept, strict=True):
+        assert wanted.grad is not None and got.grad is not None
+        assert torch.equal(got.grad, wanted.grad)
 
 
 # -- compiled ----------------------------------------------------------------------------------

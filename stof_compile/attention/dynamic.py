@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from stof_compile import masks
+from stof_compile.attention.decision_table import TRITON_DTYPES, TRITON_MAX_HEAD_DIM
 from stof_compile.attention.rewrite import replace_output
 from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
@@ -51,7 +52,7 @@ def lower_dynamic_site(
 
     The model's own mask becomes a rule too, when it is computed from sizes alone.
     """
-    reason = _obstacle(site, option, parts)
+    reason = _obstacle(site, option, parts) or _unfit(site, options)
     if reason:
         return DynamicOutcome(None, reason)
     own: MaskSpec | None = None
@@ -92,9 +93,23 @@ def _training(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
         return "no"
     bias = None if parts.bias is None else parts.bias.meta["example_value"]
-    if sparse and options.attention != "sdpa" and wants_kernel_gradients(q, k, v, bias):
+    has_kernels = options.attention in ("auto", "paper", "block", "row", "gather")
+    if sparse and has_kernels and wants_kernel_gradients(q, k, v, bias):
         return "kernels"
     return "sdpa"
+
+
+def _unfit(site: AttentionSite, options: StofOptions) -> str:
+    """Why no kernel that reads a rule on a GPU takes these operands; empty when one does."""
+    q, v = site.q.meta["example_value"], site.v.meta["example_value"]
+    if not q.is_cuda or options.attention == "sdpa":
+        return ""
+    if q.dtype not in TRITON_DTYPES:
+        return f"lengths are symbolic and no sparse kernel takes {q.dtype} on a GPU"
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > TRITON_MAX_HEAD_DIM:
+        return f"lengths are symbolic and no sparse kernel takes head dims of {widest} on a GPU"
+    return ""
 
 
 def _obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) -> str:

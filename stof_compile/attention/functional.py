@@ -88,8 +88,8 @@ def sparse_attention(
     ``backend="stof"`` treats the call as an attention site. Eagerly the kernel is chosen by the
     part of the mask's tiles that are touched: up to 60 % (half types on the CPU: 45 %) the sparse
     kernel of the device (CUDA: block-wise, CPU: gather), above it SDPA; `attention_kernel`
-    overrides that. On CUDA the gradients of q, k and v come from sparse kernels; that of a bias,
-    and any on the CPU, from a formula in strips of query rows.
+    overrides that. Behind a sparse kernel on CUDA the gradients of q, k and v come from sparse
+    kernels; that of a bias, and any on the CPU, from a formula in strips of query rows.
 
     Args:
         q: [batch, heads, q_len, head_dim], any strides.

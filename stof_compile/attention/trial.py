@@ -33,22 +33,9 @@ def measure_candidate(
     """Time one candidate on random tensors after it passed the correctness gate; a failure is a
     recorded trial."""
     try:
-        call = bind_kernel(problem, kernel, config)
-        sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
-        error = _gate(problem, call, sets[0])
-        if error is None:
-            return Candidate(
-                kernel, config, "failed", reason="output differs from the fp64 reference"
-            )
-        ours = (
-            kernel in OWN_GRADIENTS.get(problem.device.type, ())
-            and problem.training
-            and not problem.bias_grad
-        )
-        if ours and not _gradients_agree(problem, call, sets[0], generator):
-            reason = "gradients differ from the fp64 reference"
-            return Candidate(kernel, config, "failed", reason=reason)
-        timing = time_callable(_timed(problem, call), _prepared(call, sets), problem.device)
+        # not those of the caller: a checkpoint's would run his model anew, which compiles it again
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return _measure(problem, kernel, config, generator)
     except StofUnsupportedError as refusal:
         return Candidate(kernel, config, "refused", reason=str(refusal))
     except Exception as failure:  # a failed candidate is a recorded trial (architecture.md)
@@ -56,6 +43,29 @@ def measure_candidate(
         return Candidate(
             kernel, config, "failed", reason=f"{type(failure).__name__}: {failure}"[:300]
         )
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _measure(
+    problem: AttentionProblem, kernel: str, config: tuple[int, ...], generator: torch.Generator
+) -> Candidate:
+    call = bind_kernel(problem, kernel, config)
+    sets = [_random_inputs(problem, generator) for _ in range(_input_sets(problem))]
+    error = _gate(problem, call, sets[0])
+    if error is None:
+        return Candidate(kernel, config, "failed", reason="output differs from the fp64 reference")
+    ours = (
+        kernel in OWN_GRADIENTS.get(problem.device.type, ())
+        and problem.training
+        and not problem.bias_grad
+    )
+    if ours and not _gradients_agree(problem, call, sets[0], generator):
+        reason = "gradients differ from the fp64 reference"
+        return Candidate(kernel, config, "failed", reason=reason)
+    timing = time_callable(_timed(problem, call), _prepared(call, sets), problem.device)
     return Candidate(
         kernel, config, "measured", timing.median_us, timing.p20_us, timing.p80_us, error
     )
