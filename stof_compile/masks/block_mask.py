@@ -138,7 +138,17 @@ class BlockMask:
         return int(packed_tiles(self).sum()) + self.full_tiles
 
     def _derived(self, make: Callable[[], Made]) -> Made:
-        """What is made of the arrays, outside of any tracing; any stream may read it then."""
+        """What is made of the arrays, outside of any tracing; any stream may read it then.
+
+        Raises:
+            StofMaskError: the current CUDA stream is being captured.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StofMaskError(
+                f"a block mask of {self.q_len} queries and {self.k_len} keys lacks what this call "
+                "reads of it, and making that waits for the device, which a stream that is being "
+                "captured cannot; run both passes once before capturing a graph"
+            )
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             made = make()
         if self.device.type == "cuda":

@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 
 import torch
 
+from stof_compile.errors import StofMaskError
 from stof_compile.masks.assemble import planes_of
 from stof_compile.masks.block_mask import BlockMask, build_block_mask
 from stof_compile.masks.spec import MaskSpec
@@ -24,7 +25,10 @@ def cached_block_mask(
     """Same as `build_block_mask`, remembering the 64 masks used last.
 
     A mask asked for while a CUDA stream is capturing is kept for good: the captured graph reads its
-        memory.
+    memory.
+
+    Raises:
+        StofMaskError: such a mask was not asked for before, and cannot be made then.
     """
     block = (block, block) if isinstance(block, int) else (block[0], block[1])
     place = torch.device(device)
@@ -49,6 +53,12 @@ def _recent(
     heads: int,
     device: str,
 ) -> BlockMask:
+    if device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
+        raise StofMaskError(
+            f"the block mask of {spec} for {q_len} queries and {k_len} keys is not there yet, and "
+            "making it waits for the device, which a stream that is being captured cannot; call "
+            "the function once with these lengths before capturing a graph"
+        )
     return build_block_mask(
         spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads, device=device
     )

@@ -10,6 +10,7 @@ import stof_compile.ops  # noqa: F401  # registers the operators
 from stof_compile import explain, masks, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.attention.functional import attention_kernel
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import build_block_mask
 
 pytestmark = pytest.mark.gpu
@@ -274,6 +275,15 @@ def test_both_passes_of_the_function_replay_in_a_cuda_graph(only_kernels, rule):
         graph.replay()
         for a, b in zip(found, expected_gradients(only_kernels, q, k, v, grad, mask), strict=True):
             assert_close(a, b, HALF, TWO_PRODUCTS)
+
+
+def test_a_first_call_inside_a_capture_is_refused_in_words():
+    q, k, v, _ = operands(1, 456, HALF, heads=2)
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(StofMaskError, match="call the function once with these lengths")
+    with torch.cuda.graph(graph), refused:
+        sparse_attention(q, k, v, masks.sliding_window(31))
+    sparse_attention(q, k, v, masks.sliding_window(31))
 
 
 def test_a_forced_kernel_trains_by_kernels(only_kernels):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stof_compile import masks
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap, on_host, random_tiles
 from stof_compile.masks.evaluate import TileEvaluator
 from stof_compile.masks.tiles import Grid
@@ -215,3 +216,16 @@ def test_slow_rules_are_not_evaluated_on_the_cpu():
     assert on_cpu(masks.bigbird(64, 64, 0.1), 4096) is not None
     assert on_cpu(masks.bigbird(64, 64, 0.1, random_block=16), 4096) is None
     assert on_cpu(masks.sliding_window(64), 8192) is None
+
+
+def test_a_mask_that_a_captured_graph_would_have_to_wait_for_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    spec = masks.sliding_window(13)
+    with pytest.raises(StofMaskError, match=r"76 queries and 76 keys is not there yet.*capturing"):
+        masks.cached_block_mask(spec, 76, 76, 16, device="cuda:0")
+    there = masks.build_block_mask(spec, 76, 76, 16)
+    key_ptr, _ = there.key_lists
+    monkeypatch.setattr(masks.BlockMask, "device", torch.device("cuda:0"))
+    assert there.key_lists[0] is key_ptr
+    with pytest.raises(StofMaskError, match=r"76 queries and 76 keys lacks.*both passes"):
+        _ = there.packed
