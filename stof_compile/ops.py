@@ -19,6 +19,7 @@ from stof_compile.ops_block import (
     hopper_programs,
     multiplies_in_tf32,
     save_attention,
+    upstream,
     with_heavy_rows,
 )
 from stof_compile.ops_fakes import fake_attention, fake_gradients
@@ -78,9 +79,7 @@ def attention_rule(
         if refusal:
             raise StofUnsupportedError(f"sparse_attention: fp8 cannot be used: {refusal}")
     plain = key_keep is None and bias is None and softcap == 0 and scale > 0
-    name, config = _device_choice(kernel, q, v.shape[3], plain)
-    tile = (config[0], config[1])
-    block_mask = cached_block_mask(spec, q_len, k_len, tile, q_offset, batch, heads, q.device)
+    name, config, block_mask = _unmeasured(kernel, spec, q, k, v, q_offset, plain)
     arrays = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
     if name in ("block", "fp8"):
         config = with_heavy_rows(config, block_mask, batch * heads)
@@ -134,13 +133,11 @@ def attention_rule_backward(
     batch, heads, q_len, _ = q.shape
     if q.is_cuda and out is not None and not bias_grad:
         plain = key_keep is None and bias is None and softcap == 0 and scale > 0
-        name, config = _device_choice(kernel, q, v.shape[3], plain)
-        tile = (config[0], config[1])
-        mask = cached_block_mask(spec, q_len, k.shape[2], tile, q_offset, batch, heads, q.device)
+        name, config, mask = _unmeasured(kernel, spec, q, k, v, q_offset, plain)
         band = [] if mask.band is None else mask.band.as_ints()
         dq, dk, dv, no_bias = torch.ops.stof.attention_backward(
             grad_out, grad_lse, q, k, v, *mask.tensors, key_keep, bias, scale, softcap, q_offset,
-            band, *tile, False, out, lse, *mask.key_lists, multiplies_in_tf32(name, config),
+            band, *config[:2], False, out, lse, *mask.key_lists, multiplies_in_tf32(name, config),
         )  # fmt: skip
         return dq, dk, dv, no_bias
     from stof_compile.kernels import reference
@@ -235,12 +232,9 @@ def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _rule_gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, key_keep, bias, q_positions, out, lse, *rule_tensors = ctx.saved_tensors
     no_tensors = [None] * len(rule_tensors)
-    if not ctx.return_lse:
-        grad_lse = None
+    grad_out, grad_lse = upstream(ctx, q, v, grad_out, grad_lse)
     if grad_out is None:
-        if grad_lse is None:
-            return (None, None, None, no_tensors, *[None] * 9)
-        grad_out = q.new_zeros((*q.shape[:3], v.shape[3]))
+        return (None, None, None, no_tensors, *[None] * 9)
     bias_grad = bias is not None and ctx.needs_input_grad[6]
     dq, dk, dv, dbias = torch.ops.stof.attention_rule_backward(
         grad_out, grad_lse, q, k, v, rule_tensors, ctx.rule, key_keep, bias, q_positions,
@@ -328,6 +322,17 @@ def _cpu_choice(
     return preferred_cpu_kernel(
         dtype, block_mask.col_idx.numel() / tiles, softcap=softcap, return_lse=return_lse
     )
+
+
+def _unmeasured(
+    kernel: str, spec: MaskSpec, q: Tensor, k: Tensor, v: Tensor, q_offset: int, plain: bool
+) -> tuple[str, list[int], BlockMask]:
+    """Operator, config and block mask of a call that nothing was measured for."""
+    name, config = _device_choice(kernel, q, v.shape[3], plain)
+    batch, heads, q_len, _ = q.shape
+    tile = (config[0], config[1])
+    mask = cached_block_mask(spec, q_len, k.shape[2], tile, q_offset, batch, heads, q.device)
+    return name, config, mask
 
 
 def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple[str, list[int]]:

@@ -150,8 +150,8 @@ def attention_gather(
 
 
 def wants_kernel_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call outside a plan is to keep its log-sum-exp, for gradients from kernels: some
-    are recorded, on a GPU, and none of the bias."""
+    """Whether gradients of a call may come from kernels, for which it keeps its log-sum-exp: some
+    are wanted, on a GPU, and none of the bias."""
     if not q.is_cuda or not torch.is_grad_enabled():
         return False
     return not (bias is not None and bias.requires_grad) and any(t.requires_grad for t in (q, k, v))
@@ -298,6 +298,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor | None, ...])
     ctx.set_materialize_grads(False)
 
 
+def upstream(
+    ctx: Any, q: Tensor, v: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of both results as the gradient operators take them: that of an output that
+    nothing uses is zeros, or None where nothing uses the log-sum-exp either."""
+    if not ctx.return_lse:
+        grad_lse = None
+    if grad_out is None and grad_lse is not None:
+        grad_out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    return grad_out, grad_lse
+
+
 def attention_gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Any, ...]:
@@ -305,13 +317,9 @@ def attention_gradient(
     kept = ctx.saved_tensors  # once: a checkpoint lets each be unpacked a single time
     saved, results = list(kept[: _BIAS + 1]), kept[_BIAS + 1 :]
     gradients: list[Tensor | None] = [None] * ctx.inputs
-    if not ctx.return_lse:
-        grad_lse = None
+    grad_out, grad_lse = upstream(ctx, saved[_Q], saved[_V], grad_out, grad_lse)
     if grad_out is None:
-        if grad_lse is None:
-            return tuple(gradients)
-        q, v = saved[_Q], saved[_V]
-        grad_out = q.new_zeros((*q.shape[:3], v.shape[3]))
+        return tuple(gradients)
     block_q, block_k = ctx.config[:2]
     if saved[_BITMAP].dtype == torch.int32:
         if ctx.band:  # nothing reads it

@@ -73,9 +73,8 @@ def dense_keep(
                 for i, tensor in enumerate(rule.tensors())
             ]
             arguments = (tensors, rule.to_json(), positions.node, k_len.node, batch, heads)
-            reads = rule.depends_on_lengths
             ops = torch.ops.stof
-            operator = ops.dense_mask_of_lengths if reads else ops.dense_mask
+            operator = ops.dense_mask_of_lengths if rule.depends_on_lengths else ops.dense_mask
             return proxy(gm.graph.call_function(operator.default, arguments))
 
         places = rows + (k_len - q_len) if positions is None else positions(proxy, rows)

@@ -236,8 +236,9 @@ def _attend(
     on_gpu = device == "cuda"
     attend = SPARSE_OPERATORS[kernel] if on_gpu else torch.ops.stof.attention_cpu
     more: list[Any] = [] if on_gpu else [kernel]
-    if wants_kernel_gradients(q, k, v, bias):
-        return_lse, more = True, [*gradient_arrays(block_mask, kernel, config).values()]
+    by_kernels = wants_kernel_gradients(q, k, v, bias)
+    if by_kernels:
+        more = [*gradient_arrays(block_mask, kernel, config).values()]
     elif on_gpu and kernel == "gather":
         more = [None, None]
     if on_gpu and kernel == "gather":
@@ -254,7 +255,7 @@ def _attend(
         0,
         band,
         list(config),
-        return_lse,
+        return_lse or by_kernels,
         *more,
     )
     return out, lse

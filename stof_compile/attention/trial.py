@@ -33,7 +33,7 @@ def measure_candidate(
     """Time one candidate on random tensors after it passed the correctness gate; a failure is a
     recorded trial."""
     try:
-        # not those of the caller: a checkpoint's would run his model anew, which compiles it again
+        # not the caller's: those of a checkpoint would run the model anew, which compiles it again
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             return _measure(problem, kernel, config, generator)
     except StofUnsupportedError as refusal:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 from stof_compile.masks.assemble import Storage, assemble, planes_of
 from stof_compile.masks.bands import BandRule
+from stof_compile.masks.derived import Made, derive
 from stof_compile.masks.fragments import to_fragments
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
 from stof_compile.masks.packed_columns import PackedColumns, pack_columns, packed_tiles
 from stof_compile.masks.spec import MaskSpec, digest
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +111,9 @@ class BlockMask:
                 f"fragments exist for tiles of 64 x 64, not {self.block_q} x {self.block_k}"
             )
         host = vars(self).get(HOST)
-        return self._derived(
-            lambda: to_fragments(self.bitmap) if host is None else host.fragments.to(self.device)
+        return self._derive(
+            "bitmap in fragments",
+            lambda: to_fragments(self.bitmap) if host is None else host.fragments.to(self.device),
         )
 
     @cached_property
@@ -121,15 +121,16 @@ class BlockMask:
         """The tile lists by column, (key_ptr, key_tiles), for the gradients of k and v; see
         `masks.key_lists`. Not to be made while a CUDA stream is capturing: the host waits."""
         lists = (self.row_ptr, self.full_start, self.col_idx, self.bitmap_id)
-        return self._derived(lambda: key_lists(*lists, self.rows, self.cols))
+        return self._derive("lists by column", lambda: key_lists(*lists, self.rows, self.cols))
 
     @cached_property
     def packed(self) -> PackedColumns:
         """The part tiles by column, for kernels that gather keys; see `masks.packed_columns`. Not
         to be made while a CUDA stream is capturing: the host waits."""
         host = vars(self).get(HOST)
-        return self._derived(
-            lambda: pack_columns(self) if host is None else host.packed.to(self.device)
+        return self._derive(
+            "packed columns",
+            lambda: pack_columns(self) if host is None else host.packed.to(self.device),
         )
 
     @of_contents
@@ -137,23 +138,9 @@ class BlockMask:
         """Tiles that are left where the columns of part tiles are packed, full ones included."""
         return int(packed_tiles(self).sum()) + self.full_tiles
 
-    def _derived(self, make: Callable[[], Made]) -> Made:
-        """What is made of the arrays, outside of any tracing; any stream may read it then.
-
-        Raises:
-            StofMaskError: the current CUDA stream is being captured.
-        """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise StofMaskError(
-                f"a block mask of {self.q_len} queries and {self.k_len} keys lacks what this call "
-                "reads of it, and making that waits for the device, which a stream that is being "
-                "captured cannot; run both passes once before capturing a graph"
-            )
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            made = make()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return made
+    def _derive(self, name: str, make: Callable[[], Made]) -> Made:
+        what = f"the {name} of a block mask of {self.q_len} queries and {self.k_len} keys"
+        return derive(self.device, what, make)
 
     @property
     def nbytes(self) -> int:

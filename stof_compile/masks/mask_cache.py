@@ -6,9 +6,9 @@ from functools import cache, lru_cache
 
 import torch
 
-from stof_compile.errors import StofMaskError
 from stof_compile.masks.assemble import planes_of
 from stof_compile.masks.block_mask import BlockMask, build_block_mask
+from stof_compile.masks.derived import refuse_in_capture
 from stof_compile.masks.spec import MaskSpec
 
 
@@ -53,12 +53,8 @@ def _recent(
     heads: int,
     device: str,
 ) -> BlockMask:
-    if device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
-        raise StofMaskError(
-            f"the block mask of {spec} for {q_len} queries and {k_len} keys is not there yet, and "
-            "making it waits for the device, which a stream that is being captured cannot; call "
-            "the function once with these lengths before capturing a graph"
-        )
+    what = f"the block mask of {spec} for {q_len} queries and {k_len} keys"
+    refuse_in_capture(torch.device(device), what)
     return build_block_mask(
         spec, q_len, k_len, block, q_offset=q_offset, batch=batch, heads=heads, device=device
     )
