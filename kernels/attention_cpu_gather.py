@@ -118,7 +118,11 @@ def _whole_tiles(t: Tensor, block: int) -> Tensor:
     missing = -t.shape[2] % block
     if missing == 0:
         return t
-    return F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
+    batch, heads, length, dim = t.shape
+    # not by F.pad: of one token it makes channels-last memory, where the library reads a dense row
+    padded = t.new_zeros(batch, length + missing, heads, dim).transpose(1, 2)
+    padded[:, :, :length] = t
+    return padded
 
 
 def _query_tiles(q: Tensor, strip: Strip, unit: Unit, kv_heads: int) -> Tensor:

@@ -10,7 +10,7 @@ from stof_compile.kernels.attention_cpu_strips import STRIP_BYTES, plane_plan
 from stof_compile.kernels.reference import attention_reference
 
 import stof_compile.ops_cpu  # noqa: F401
-from stof_compile import masks
+from stof_compile import attention_kernel, masks, sparse_attention
 from stof_compile.masks import MaskSpec
 from tests.close import assert_close
 
@@ -167,6 +167,24 @@ def test_windows_are_read_in_place() -> None:
     plan = plane_plan(mixed.tensors[1:6], 0, 16, 64, (64, 16), torch.float32, 4096)
     # the 16 global queries alone read every key
     assert [s.height for s in plan.strips if s.whole] == [16]
+
+
+@pytest.mark.parametrize("lengths", [(1, 256), (256, 1), (1, 1)])
+def test_one_token_of_any_stride(lengths: tuple[int, int]) -> None:
+    """The stride of a dimension of size 1 says nothing; 1 makes memory look like channels-last."""
+
+    def operand(length: int) -> torch.Tensor:
+        t = torch.randn(1, 2, length, 64)
+        return t.as_strided(t.shape, (128, 64, 1, 1)) if length == 1 else t
+
+    q, k, v = map(operand, (lengths[0], lengths[1], lengths[1]))
+    rule = masks.global_tokens(3) | masks.sliding_window(8)
+    dense = masks.build_block_mask(rule, *lengths, (32, 32), batch=1, heads=2).to_dense()
+    with attention_kernel("gather"):
+        out = sparse_attention(q, k, v, rule, scale=0.3)
+    wide = [t.double() for t in (q, k, v)]
+    expected, _ = attention_reference(*wide, dense, None, None, 0.3, 0.0, True)
+    assert_close(out, expected)
 
 
 def test_query_offset_shifts_the_mask() -> None:
