@@ -230,7 +230,7 @@ def _store(module: fx.GraphModule, name: str) -> Opaque:
                 raise StofMaskError(f"mask_mod {name} uses a sub-graph, which can't be stored")
             same = [number for number, one in enumerate(captured) if one is tensor]
             numbers[node] = {"c": same[0] if same else len(captured)}
-            captured += [] if same else [tensor.detach()]
+            captured += [] if same else [tensor]
         elif node.op == "output":
             out = dump(node.args[0])
         else:
@@ -243,7 +243,8 @@ def _store(module: fx.GraphModule, name: str) -> Opaque:
                 ]
             )
     text = json.dumps({"steps": steps, "out": out}, sort_keys=True, separators=(",", ":"))
-    return Opaque(text, tuple(captured))
+    # copies: a rule is constant, whatever becomes of the tensors it was made from
+    return Opaque(text, tuple(tensor.detach().clone() for tensor in captured))
 
 
 def _name(target: Any, mask_mod: str) -> str:

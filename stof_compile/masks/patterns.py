@@ -179,8 +179,18 @@ class RelativeComposition(MaskSpec):
     def bind(
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:
-        """Become the expression of the whole sequence, whichever part the queries are."""
-        return self.at_lengths(max(q_offset + q_len, k_len))
+        """Become the expression of these lengths.
+
+        Raises:
+            StofMaskError: the queries begin behind others: the pattern of those was another one.
+        """
+        if q_offset:
+            raise StofMaskError(
+                f"{self.rule} at query offset {q_offset}: its pattern moves with the length, so "
+                "that of a step is no prefix of the next one; take longformer or bigbird (with "
+                "max_len) where lengths grow"
+            )
+        return self.at_lengths(max(q_len, k_len))
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Not defined before `bind`."""
@@ -250,8 +260,8 @@ class PerHead(MaskSpec):
         return batch, len(self.heads)
 
     def at_head(self, head: int) -> MaskSpec:
-        """Choose the head's rule."""
-        return self.heads[head].at_head(head)
+        """Choose the head's rule; a single one serves all heads."""
+        return self.heads[head if len(self.heads) > 1 else 0].at_head(head)
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Evaluate every rule and choose by head."""

@@ -255,3 +255,26 @@ def test_a_tensor_rule_does_not_follow_its_tensor():
     kept[:, 4:] = False
     assert masks.build_block_mask(spec, 8, 8, 8).to_dense().all()
     assert spec == masks.from_tensor(torch.ones(8, 8, dtype=torch.bool))
+
+
+def test_a_function_rule_does_not_follow_its_tensors():
+    ids = torch.arange(S) // 10
+    rule, other = masks.rule(lambda b, h, q, k: ids[q] == ids[k]), ids.clone()
+    before = dense(rule)
+    ids.copy_(torch.arange(S) // 3)
+    assert torch.equal(dense(rule), before)
+    assert torch.equal(dense(rule, 64, 64), before[:64, :64])
+    assert rule == masks.rule(lambda b, h, q, k: other[q] == other[k])
+
+
+@pytest.mark.parametrize("rule", [masks.longformer_ae(4, 4), masks.bigbird_ae(4, 4, 0.3)], ids=str)
+def test_patterns_that_move_with_the_length_refuse_growing_lengths(rule):
+    assert dense(rule, 96, 96).any()
+    with pytest.raises(StofMaskError, match="at query offset 64: its pattern moves"):
+        rule.bind(1, 65, 64)
+
+
+def test_a_single_rule_per_head_serves_all_heads():
+    nested = masks.per_head([masks.dense(), masks.per_head([masks.causal()])])
+    found = masks.build_block_mask(nested, S, S, 32, heads=2).to_dense()
+    assert found[0, 0].all() and torch.equal(found[0, 1], D >= 0)
