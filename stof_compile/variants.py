@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
 from stof_compile.attention.functional import current_override
@@ -43,8 +44,10 @@ def with_variants(
         shapes = (tuple(i.shape) if isinstance(i, torch.Tensor) else i for i in inputs)
         key = (kernel, constant, *shapes)
         if key not in variants:
-            forced = opts if kernel is None else replace(opts, attention=kernel)
-            variants[key] = compile_again(inputs, replace(forced, dump_dir=None), constant)
+            with compile_lock:  # of all threads one traces at a time, as where Dynamo calls us
+                if key not in variants:
+                    forced = opts if kernel is None else replace(opts, attention=kernel)
+                    variants[key] = compile_again(inputs, replace(forced, dump_dir=None), constant)
         return variants[key](*inputs)
 
     run.stof_record = record  # type: ignore[attr-defined]
