@@ -1,7 +1,8 @@
 """Progress of tuning on stderr: one live line on a terminal, a plain line now and then elsewhere.
 
 It shows when the logger ``stof_compile`` is enabled for INFO, and nothing otherwise. ``stof tune``
-enables it while it runs.
+enables it while it runs. rich is imported when something is shown: its import draws from Python's
+random numbers, whose state is the user's.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from stof_compile.budget import Budget
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 logger = logging.getLogger("stof_compile")
 
@@ -49,12 +50,14 @@ def tuning_progress(
     if not logger.isEnabledFor(logging.INFO):
         yield no_progress
         return
+    from rich.console import Console
+    from rich.markup import escape
+
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _plain(budget, console, clock)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), _SecondsLeft(budget))
-    with Progress(*columns, console=console, transient=True) as shown:
+    with _live(budget, console) as shown:
         task = shown.add_task("tuning", total=None)
 
         def report(what: str, best_us: float, trials: int) -> None:
@@ -89,12 +92,14 @@ def _left(budget: Budget) -> str:
     return f"{budget.left:.0f} s left"
 
 
-class _SecondsLeft(ProgressColumn):
-    """Counts down while a trial compiles, too."""
+def _live(budget: Budget, console: Console) -> Progress:
+    """One line with a spinner, and the seconds left, which count down while a trial compiles."""
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.text import Text
 
-    def __init__(self, budget: Budget) -> None:
-        super().__init__()
-        self._budget = budget
+    class SecondsLeft(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(_left(budget), style="progress.remaining")
 
-    def render(self, task: Task) -> Text:
-        return Text(_left(self._budget), style="progress.remaining")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), SecondsLeft())
+    return Progress(*columns, console=console, transient=True)

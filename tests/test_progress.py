@@ -3,6 +3,8 @@
 import io
 import logging
 import math
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -61,3 +63,14 @@ def test_a_terminal_gets_one_line_that_goes_away(shown):
 def test_a_long_chain_is_cut():
     text = line("linear gelu residual_add layer_norm " * 4, 1.0, 1)
     assert "..." in text and len(text) < 90
+
+
+def test_compiling_leaves_the_random_numbers_of_python_alone():
+    # rich draws some when it is imported
+    code = """if True:
+        import random
+        before = random.getstate()
+        import stof_compile.backend
+        assert random.getstate() == before
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
