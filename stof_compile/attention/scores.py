@@ -21,7 +21,7 @@ from stof_compile.static_values import StaticValues
 SCORE_OPERATIONS = frozenset(
     {
         "add", "sub", "mul", "div", "neg", "masked_fill", "where", "tanh", "contiguous", "view",
-        "reshape", "flatten", "unflatten", "clamp", "clone", "unsqueeze", "squeeze",
+        "reshape", "flatten", "unflatten", "clamp", "clone", "unsqueeze", "squeeze", "cat",
     }
 )  # fmt: skip
 
@@ -104,8 +104,8 @@ def _has_product(node: Node, depth: int = 16) -> bool:
         return True
     if depth == 0 or not (is_cast(node) or name in SCORE_OPERATIONS):
         return False
-    operands = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Node)]
-    return any(_has_product(a, depth - 1) for a in operands if shape_of(a) is not None)
+    operands = [a for a in node.all_input_nodes if shape_of(a) is not None]
+    return any(_has_product(a, depth - 1) for a in operands)
 
 
 def _step(node: Node, name: str, walk: _Walk) -> Node | Mismatch:

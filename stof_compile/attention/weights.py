@@ -10,6 +10,8 @@ from stof_compile.attention.head_reshape import HEAD_RESHAPES, splits_heads
 from stof_compile.attention.mismatch import Mismatch, described
 from stof_compile.node_ops import argument, is_cast, operation, shape_of
 
+CUTS = ("getitem", "narrow")  # leave a part of the weights
+
 
 @dataclass
 class Weights:
@@ -23,7 +25,7 @@ class Weights:
 
 def read_weights(softmax: Node) -> Weights | Mismatch | None:
     """Follow a softmax to the product with the values; None when there is no such product."""
-    node, passed = softmax, []
+    node, passed, cut = softmax, [], None
     while True:
         products = [
             u
@@ -35,7 +37,7 @@ def read_weights(softmax: Node) -> Weights | Mismatch | None:
         followers = [
             u
             for u in node.users
-            if is_cast(u) or operation(u) in ("contiguous", "dropout", *HEAD_RESHAPES)
+            if is_cast(u) or operation(u) in ("contiguous", "dropout", *CUTS, *HEAD_RESHAPES)
         ]
         if not followers:
             return None
@@ -46,10 +48,14 @@ def read_weights(softmax: Node) -> Weights | Mismatch | None:
             return None
         node = followers[0]
         passed.append(node)
+        if operation(node) in CUTS:
+            cut = cut or node
     product = products[0]
     v = argument(product, 1, "mat2", product.kwargs.get("other"))
     if not isinstance(v, Node) or (v.op == "placeholder" and len(shape_of(v) or ()) < 3):
         return None
+    if cut is not None:  # attention sinks: a column beside the keys takes a part of the weight
+        return Mismatch(f"the attention weights pass through {described(cut)}")
     for inner in (softmax, *passed):
         others = [u for u in inner.users if u is not product and u not in passed]
         if others:

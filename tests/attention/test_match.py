@@ -282,3 +282,15 @@ def test_flex_attention_is_listed(record):
     block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device="cpu")
     (site,) = record(lambda q, k, v: flex_attention(q, k, v, block_mask=block_mask), *qkv()).sites()
     assert site.form == "flex"
+
+
+def test_attention_sinks_are_a_near_miss(record):
+    def attend(q, k, v, sinks):
+        scores = (q @ k.mT * 0.25).masked_fill(~causal(), -1e30)
+        column = sinks.reshape(1, -1, 1, 1).expand(B, -1, S, 1)
+        scores = torch.cat([scores, column], -1)
+        scores = scores - scores.amax(-1, keepdim=True)
+        return torch.softmax(scores, -1)[..., :-1] @ v
+
+    (miss,) = record(attend, *qkv(), torch.randn(H)).misses()
+    assert "the scores pass through" in miss.reason and "(cat)" in miss.reason
