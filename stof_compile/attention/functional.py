@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import stof_compile.ops
 import stof_compile.ops_cpu  # registers stof::attention_cpu
@@ -120,7 +121,7 @@ def sparse_attention(
         StofError: q, k, v, key_keep or bias do not fit together.
         StofMaskError: the mask is no mask, or was made for other lengths, batch or heads.
         StofUnsupportedError: the forced kernel, or fp8, does not exist on this device or cannot do
-            what is asked.
+            what is asked; an operand has a forward-mode derivative.
     """
     check_operands(q, k, v, key_keep, bias, enable_gqa)
     if fp8:
@@ -144,6 +145,7 @@ def sparse_attention(
             q, k, v, tensors, text, key_keep, bias, None, factor, softcap, 0, kernel, kept
         )
     else:
+        _refuse_tangents(q, k, v, bias)
         forced = current_override()
         if mask is None and dense_only and forced in (None, "sdpa"):
             return _sdpa(q, k, v, None, key_keep, bias, factor)
@@ -156,6 +158,19 @@ def sparse_attention(
 
 
 # -- eager ----------------------------------------------------------------------------------------
+
+
+def _refuse_tangents(*operands: Tensor | None) -> None:
+    """See that no operand has a forward-mode derivative: PyTorch would drop it without a word."""
+    if forward_ad._current_level < 0:  # no torch.func.jvp and no dual_level() is open
+        return
+    for operand in operands:
+        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
+            raise StofUnsupportedError(
+                "sparse_attention: forward-mode derivatives (torch.func.jvp, "
+                "torch.autograd.forward_ad) are not supported, and an operand has one; take "
+                "gradients instead, or scaled_dot_product_attention with the mask as a tensor"
+            )
 
 
 def default_kernel(

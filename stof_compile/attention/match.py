@@ -27,7 +27,12 @@ from stof_compile.capture import CaptureFacts, site_path
 from stof_compile.memory import mutations
 from stof_compile.node_ops import argument, operation, raw_name, source_line
 
-DERIVATIVES = ("_grad_increment", "_jvp_increment")  # where torch.func.grad and jvp begin
+# where torch.func.grad, forward-mode derivatives (jvp among them) and torch.vmap begin
+TRANSFORMS = {
+    "_grad_increment_nesting": "torch.func differentiates",
+    "_enter_dual_level": "forward-mode derivatives are computed",
+    "_vmap_increment_nesting": "torch.vmap batches functions",
+}
 
 
 def match_attention(
@@ -77,7 +82,7 @@ def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool,
 def _candidates(
     gm: GraphModule, facts: CaptureFacts, writes: Writes
 ) -> Iterator[tuple[Node, Found | Mismatch]]:
-    inner_gradients = any(raw_name(n).startswith(DERIVATIVES) for n in gm.graph.nodes)
+    transforms = [t for n in gm.graph.nodes if (t := TRANSFORMS.get(raw_name(n)))]
     for node in list(gm.graph.nodes):
         name = operation(node)
         found: Found | Mismatch | None = None
@@ -95,9 +100,9 @@ def _candidates(
             )
         elif name == "_transformer_encoder_layer_fwd":
             found = Mismatch("a fused nn.TransformerEncoderLayer on nested tensors stays one call")
-        if inner_gradients and isinstance(found, dict) and found["form"] in ("sdpa", "softmax"):
+        if transforms and isinstance(found, dict) and found["form"] in ("sdpa", "softmax"):
             found = Mismatch(
-                "torch.func differentiates in this graph; STOF's operators do not there"
+                f"{transforms[0]} in this graph, which STOF's operators have no rule for"
             )
         if found is not None:
             yield node, found
