@@ -69,6 +69,22 @@ class LayerMask:
         """Return itself; generate() asks every mask for it."""
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do where a model takes the mask for a tensor."""
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"'LayerMask' object has no attribute {name!r}")
+        raise StofUnsupportedError(
+            f"attention 'stof': the model computes with its attention mask ({name}), which is a "
+            "rule here and no tensor; take set_attn_implementation('sdpa') or 'eager' for this "
+            "model, which torch.compile(model, backend='stof') compiles as well"
+        )
+
+    def _computed(self, *others: Any) -> Any:
+        return self.add
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __getitem__ = _computed
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _computed
+
 
 def set_mask(model: modeling_utils.PreTrainedModel, mask: MaskLike | Mapping[str, Any]) -> None:
     """And a mask with the model's own, at every self-attention or at those named.
