@@ -174,6 +174,16 @@ def same_size(a: Any, b: Any) -> bool:
     return False
 
 
+def hint(size: int | torch.SymInt) -> int:
+    """Return a size as a number; a symbol gives its present value, without a guard on it.
+
+    The program's ``int(symbol)`` would tie the compiled code to this one value.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
 def is_one(size: Any) -> bool:
     """Whether a size is the literal 1 (a symbolic size is not)."""
     return isinstance(size, int) and size == 1

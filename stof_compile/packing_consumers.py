@@ -1,6 +1,7 @@
-"""Who reads the result of a layer, and whether a slice of a wider result will do for them.
+"""Who reads the result of a layer, and whether one with other strides will do for them.
 
-A slice has the same values with other strides, and shares its memory with the other slices.
+A slice of a wider result has the same values with other strides, and shares its memory with the
+other slices. The result of an attention kernel has its own memory, in an order of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from stof_compile.emit import fake_mode_of
 from stof_compile.example_values import is_static, run_on
 from stof_compile.fusion.op_kind import is_attention
-from stof_compile.node_ops import CASTS, VIEWS, is_inplace, operation, raw_name, tensor_meta
+from stof_compile.node_ops import CASTS, VIEWS, hint, is_inplace, operation, raw_name, tensor_meta
 
 # Readers of the memory itself: a slice shows them something else.
 STRIDE_READERS = frozenset(
@@ -69,6 +71,47 @@ def strides_matter(result: Node, other: Any) -> bool:
             if user.op == "output" or not _takes_strides(user):
                 return True
     return not _views_hold(result, aliases, other)
+
+
+def order_matters(result: Node, other: Any) -> bool:
+    """Whether the readers of a value count on the order its dimensions have in memory.
+
+    Follows what is computed of it as far as that inherits the order. Memory is not shared here.
+
+    Args:
+        result: node of a tensor. other: a fake tensor of its shape and dtype in another order.
+    """
+    mode, values = fake_mode_of([other]), {result: other}
+    node = result.next
+    with mode if mode is not None else ExitStack(), torch.no_grad():
+        while True:
+            changed = [source for source in node.all_input_nodes if source in values]
+            if changed and (node.op == "output" or not _takes_strides(node)):
+                return True
+            if node.op == "output":
+                return False
+            if changed:
+                try:
+                    value = run_on(node, values)
+                except (RuntimeError, ValueError, KeyError):  # a view across gaps; unknown operands
+                    return True
+                if _orders(value) != _orders(node.meta.get("example_value")):
+                    values[node] = value
+            node = node.next
+
+
+def _orders(value: Any) -> list[list[int]]:
+    """The memory orders of a result: a tensor, some, or none where it is a size."""
+    return [memory_order(one) for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def memory_order(value: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, the one with the largest stride first; those of size 1, whose
+    stride says nothing, stay in their place."""
+    strides = [hint(stride) for stride in value.stride()]
+    wide = [d for d, size in enumerate(value.shape) if hint(size) != 1]
+    inner = iter(sorted(wide, key=lambda d: -strides[d]))
+    return [next(inner) if d in wide else d for d in range(value.dim())]
 
 
 def _is_plain_view(node: Node) -> bool:

@@ -13,6 +13,7 @@ import torch
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.mask_cache import cached_block_mask
 from stof_compile.masks.spec import MaskSpec
+from stof_compile.node_ops import hint
 
 STATISTICS_BLOCK = {
     "cuda": 64,
@@ -26,16 +27,6 @@ tiles of 16 and 32 rows took 3.1 and 2.6 times what one of the block-wise kernel
 kernel's tile floor (a fixed mask, 2,048 and 4,096): some 2 times as much for a score, if it reaches
 60 % of the floor. A tenth more than breaks even is timed."""
 MOST_TILES = 2**25  # of a mask that is gathered: the kernel numbers packed columns in 31 bits
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """Return a size as a number; a symbol gives its present value, without a guard on it.
-
-    The program's ``int(symbol)`` would tie the compiled code to this one value.
-    """
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from stof_compile.attention.call import KernelCall
 from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
 from stof_compile.emit import emit
+from stof_compile.node_ops import tensor_meta
+from stof_compile.packing_consumers import memory_order, order_matters
 
 REPLACED = "stof_replaced_by"  # of a node's meta
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -127,9 +129,24 @@ def replace_output(
         return Proxy(node, tracer)
 
     (new,) = emit(gm.graph, old, old, lambda: build(proxy))
+    new = _in_memory_order(gm, old, new)
     old.replace_all_uses_with(new)
     old.meta[REPLACED] = new
     erase_dead(gm, old)
+
+
+def _in_memory_order(gm: GraphModule, old: Node, new: Node) -> Node:
+    """``new``, copied into the order of dimensions that ``old`` has in memory where a reader of
+    ``old`` depends on that: ``view``, ``as_strided``, the caller, who was told its strides."""
+    before, after = tensor_meta(old), tensor_meta(new)
+    if before is None or after is None:
+        return new
+    order = memory_order(before)
+    if order == memory_order(after) or not order_matters(old, after):
+        return new
+    back = [order.index(d) for d in range(len(order))]
+    (copied,) = emit(gm.graph, old, old, lambda t: t.permute(order).contiguous().permute(back), new)
+    return copied
 
 
 def erase_dead(gm: GraphModule, start: Node) -> int:
