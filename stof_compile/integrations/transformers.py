@@ -269,6 +269,11 @@ def _with_user_mask(
         if rule is not None:
             user = rule & user if torch.compiler.is_compiling() else _both(rule, user)
         return user, held.rows
+    if user.moves_with_length:
+        raise StofMaskError(
+            f"set_mask: the pattern of {user} moves with the length, so that of a decoding step is "
+            "no prefix of the next one; take longformer, or bigbird with max_len"
+        )
     place, begin, end = query.device, held.dropped, held.dropped + held.k_len
     positions = torch.arange(held.q_len, device=place) + (held.first + begin)
     # a read from the device only where the rule itself counts from the lengths

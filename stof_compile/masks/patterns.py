@@ -176,21 +176,16 @@ class RelativeComposition(MaskSpec):
         """By definition."""
         return True
 
+    @property
+    def moves_with_length(self) -> bool:
+        """By definition."""
+        return True
+
     def bind(
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:
-        """Become the expression of these lengths.
-
-        Raises:
-            StofMaskError: the queries begin behind others: the pattern of those was another one.
-        """
-        if q_offset:
-            raise StofMaskError(
-                f"{self.rule} at query offset {q_offset}: its pattern moves with the length, so "
-                "that of a step is no prefix of the next one; take longformer or bigbird (with "
-                "max_len) where lengths grow"
-            )
-        return self.at_lengths(max(q_len, k_len))
+        """Become the expression of the whole sequence, whichever part the queries are."""
+        return self.at_lengths(max(q_offset + q_len, k_len))
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Not defined before `bind`."""

@@ -181,6 +181,11 @@ class MaskSpec:
         """True when the rule must be bound to lengths before it can be evaluated."""
         return any(child.depends_on_lengths for child in self.children)
 
+    @property
+    def moves_with_length(self) -> bool:
+        """True when a longer sequence has another pattern among its first tokens."""
+        return any(child.moves_with_length for child in self.children)
+
     def bind(
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:

@@ -267,11 +267,12 @@ def test_a_function_rule_does_not_follow_its_tensors():
     assert rule == masks.rule(lambda b, h, q, k: other[q] == other[k])
 
 
-@pytest.mark.parametrize("rule", [masks.longformer_ae(4, 4), masks.bigbird_ae(4, 4, 0.3)], ids=str)
-def test_patterns_that_move_with_the_length_refuse_growing_lengths(rule):
-    assert dense(rule, 96, 96).any()
-    with pytest.raises(StofMaskError, match="at query offset 64: its pattern moves"):
-        rule.bind(1, 65, 64)
+def test_patterns_that_move_with_the_length_are_known():
+    moving = masks.longformer_ae(4, 4)
+    assert moving.moves_with_length and (masks.causal() & ~moving).moves_with_length
+    assert masks.bigbird_ae(4, 4, 0.3).moves_with_length
+    assert not masks.longformer(4, 4).moves_with_length
+    assert not torch.equal(dense(moving, 96, 96), dense(moving)[:96, :96])
 
 
 def test_a_single_rule_per_head_serves_all_heads():
