@@ -6,7 +6,6 @@ compare with the graph as it was -> Inductor -> dump.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +19,19 @@ import torch
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.flex_ahead import begin_flex_kernels
-from stof_compile.between import has_effects
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts, read_capture
-from stof_compile.device import device_facts
 from stof_compile.dump import write_dump
 from stof_compile.folded import FoldedBuffers
-from stof_compile.fusion.recipe import fp32_products
+from stof_compile.forms import Forms
 from stof_compile.graph_copy import copy_graph
 from stof_compile.improve import Outcome, improve
 from stof_compile.inductor import compile_with_inductor
 from stof_compile.options import StofOptions
-from stof_compile.plan import AttentionPlan, Plan, PlanFile
+from stof_compile.plan import Plan, PlanFile
 from stof_compile.rank_plan import Choosing, on_all_ranks, shares_choices
-from stof_compile.store import Store, default_root, environment_key, write_atomic
+from stof_compile.store import write_atomic
 from stof_compile.variants import facts_at_call, with_variants
-from stof_compile.verdict import AS_TORCH, fastest_form
 
 logger = logging.getLogger("stof_compile")
 
@@ -106,8 +102,8 @@ def _decided_here(
     opts: StofOptions,
 ) -> Decided:
     budget = Budget(opts.tune_budget_s)
-    outcome = improve(gm, captured, facts, opts, budget)
-    return _fastest(outcome, captured, facts, inputs, opts, budget)
+    forms = Forms(captured, facts, inputs, opts, budget)
+    return forms.fastest(improve(gm, captured, facts, opts, budget, ahead=forms.compile_ahead))
 
 
 def _decided_together(
@@ -140,79 +136,6 @@ def _decided_together(
     if remark:
         decided[0].record.notes.append(remark)
     return decided
-
-
-def _fastest(
-    outcome: Outcome,
-    captured: torch.fx.GraphModule,
-    facts: CaptureFacts,
-    inputs: Sequence[Any],
-    opts: StofOptions,
-    budget: Budget,
-) -> tuple[Outcome, Callable[..., Any] | None]:
-    """Take the rewritten graph, or an earlier form of it where that is faster as a whole.
-
-    Graphs that write to their inputs are not run here; their segments were compared one by one.
-
-    Returns:
-        The form, and what Inductor made of it where it was compiled as the options ask for.
-    """
-    fusion = outcome.fusion
-    unmeasured = opts.tune_budget_s <= 0 or opts.plan is not None or opts.fusion != "auto"
-    if fusion is None or not fusion.changed or unmeasured or facts.mutated_inputs:
-        return outcome, None
-    if has_effects(captured.graph):
-        return outcome, None
-
-    chosen = outcome.plan.attention
-    plain = {key: _left_to_torch(choice) for key, choice in chosen.items()}
-    earlier = {"attention only": (opts.attention, chosen), AS_TORCH: ("sdpa", plain)}
-    forms: dict[str, Outcome] = {"fused": outcome}
-
-    def make(name: str) -> torch.fx.GraphModule:
-        if name not in forms:
-            attention, choices = earlier[name]
-            gm = copy_graph(captured)
-            here = facts_at_call(gm, inputs, facts, constant=True)
-            asked = replace(opts, fusion="off", strict=False, attention=attention)
-            forms[name] = improve(gm, captured, here, asked, budget, choices)
-        return forms[name].gm
-
-    names = ["fused", "attention only"]  # in the order in which they are tried while there is time
-    # else the user's choice would be undone
-    rounded = any(n.target is torch.ops.stof.attention_fp8.default for n in outcome.gm.graph.nodes)
-    if opts.attention == "auto" and not opts.strict and not rounded:
-        names.insert(1, AS_TORCH)
-    store = Store(opts.cache_dir or default_root(), environment_key(device_facts(facts.device)))
-    graphs, asked = outcome.record.graphs, outcome.record.options
-    options = [asked[name] for name in ("mask", "inductor", "mode", "attention")]
-    told = [graphs["captured"], graphs["rewritten"], *options, fp32_products()]
-    identity = json.dumps(told)
-    makers = {name: partial(make, name) for name in names}
-    started = time.monotonic()
-    fastest = fastest_form(makers, inputs, facts.device, opts, store, identity, budget)
-    outcome.record.timings_s["verdict"] = time.monotonic() - started
-    verdict = fastest.verdict
-    if verdict is None:
-        return outcome, fastest.compiled
-    logger.info("%s", verdict)
-    make(verdict.winner)
-    kept, found = forms[verdict.winner], outcome.record
-    if kept is not outcome:  # what was tried and cost time is part of the story
-        kept.record.options = found.options  # the user's
-        kept.record.chains, kept.record.packs = found.chains, found.packs
-        kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
-    kept.record.notes += [note for note in (str(verdict), verdict.remark) if note]
-    return kept, fastest.compiled
-
-
-def _left_to_torch(choice: AttentionPlan) -> AttentionPlan:
-    """The choice for an attention where the whole graph is faster without us."""
-    reason = (
-        f"the whole graph is faster as torch.compile runs it; of the kernels alone "
-        f"{choice.kernel} won: {choice.reason}"
-    )
-    return replace(choice, kernel="sdpa", config=(), source="graph", reason=reason)
 
 
 def _compile_again(

@@ -44,6 +44,10 @@ class Budget:
         """A part of what is left: ``share`` of the seconds, and the trials of the whole."""
         return Budget(self.left * share, self.clock, whole=self)
 
+    def extend(self, seconds: float) -> None:
+        """Give seconds back that were spent on something else."""
+        self._end += seconds
+
     def stop(self) -> None:
         """Spend all that is left: the user wants the compile to end."""
         self._end = self.clock()

@@ -57,6 +57,9 @@ logger = logging.getLogger("stof_compile")
 
 TUNED_KIND = "tuned"  # of the store: graphs that were tuned before
 SEARCH_SHARE = 0.6  # of the seconds left when fusion begins; whole graphs are compared after it
+LEAST_SHARE = 0.5  # the same, where it is known how long the forms of the graph take to compile
+FORMS = 2  # that are compiled after the search
+COMPARING_S = 2.0  # to time the forms of a graph
 ROPE_SHARE = 0.25  # of the seconds left for the search, for products with rotations
 
 
@@ -127,6 +130,18 @@ def _spread_inputs(facts: CaptureFacts) -> bool:
     return any(kind.__module__.startswith("torch.distributed") for kind in kinds)
 
 
+def search_budget(whole: Budget, form_s: float) -> Budget:
+    """What the search may use of a budget: comparing whole graphs has to fit in, too.
+
+    Args:
+        form_s: seconds that one form of the graph takes to compile; 0 = not known.
+    """
+    left = whole.left
+    if not form_s or not left:
+        return whole.slice(SEARCH_SHARE)
+    return whole.slice(max(LEAST_SHARE, (left - FORMS * form_s - COMPARING_S) / left))
+
+
 class Fusion:
     """Operator fusion of one graph, as a context: the processes that compile end with it.
 
@@ -178,14 +193,17 @@ class Fusion:
         known = self._store is not None and self._store.get(TUNED_KIND, self._identity) is not None
         return self._plan is None and not known
 
-    def compile_ahead(self) -> None:
+    def compile_ahead(self) -> bool:
         """Give the processes that compile what the search will most likely ask for.
 
         Meant to be called before attention is chosen, so that kernels are ready when fusion
         begins; nothing is measured, and the graph stays as it is.
+
+        Returns:
+            Whether they were given anything.
         """
         if self._bench.pool is None:
-            return
+            return False
         gm = copy_graph(self._gm)
         static = StaticValues(gm.graph, self._facts.static.buffers)
         facts = replace(self._facts, static=static)
@@ -196,10 +214,13 @@ class Fusion:
         _, tuners = self._tuners(gm, facts)
         for tuner in tuners:
             tuner.compile_ahead()
+        return bool(packs) or any(tuner.can_be_improved for tuner in tuners)
 
-    def run(self) -> FusionResult:
+    def run(self, form_s: float = 0.0) -> FusionResult:
         """Fuse the operators.
 
+        Args:
+            form_s: seconds that one form of the graph takes to compile; 0 = not known.
         Raises:
             StofPlanError: the user's plan has a chain that cannot be run so here.
             StofOptionError: ``fusion`` is a scheme code that fits no chain.
@@ -209,8 +230,7 @@ class Fusion:
         if result.refusal:
             return result
         ctx, bench = self._context, self._bench
-        # what follows (choosing, comparing whole schemes and graphs) has to fit in, too
-        ctx.use(ctx.budget.slice(SEARCH_SHARE))
+        ctx.use(search_budget(ctx.budget, form_s))
         with tuning_progress(ctx.budget) as ctx.progress:
             result.folded = fold_transposes(self._gm, self._facts)
             self._pack_projections(result)

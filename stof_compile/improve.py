@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -65,6 +65,7 @@ def improve(
     budget: Budget | None = None,
     choices: Mapping[str, AttentionPlan] | None = None,
     given: PlanFile | None = None,
+    ahead: Callable[[], float] | None = None,
 ) -> Outcome:
     """Run STOF's own passes; when one fails the original graph is compiled.
 
@@ -73,6 +74,8 @@ def improve(
         budget: seconds left for measurements; None = all that the options give.
         choices: attention problem -> what was chosen for it in this compile.
         given: a plan to follow in place of that of the options.
+        ahead: called while other processes compile for a search: compiles a form that the graph
+            is compared with afterwards, and returns its seconds.
     Raises:
         StofMaskError: one failed and the options have a mask, which would be lost.
     """
@@ -93,7 +96,7 @@ def improve(
     try:
         if given is None and opts.plan is not None:
             given = PlanFile.load(opts.plan, made.environment)
-        improved = _rewrite(gm, facts, opts, outcome, budget, choices or {}, given)
+        improved = _rewrite(gm, facts, opts, outcome, budget, choices or {}, given, ahead)
         improved.gm.graph.lint()
         outcome = improved
     except StofError:
@@ -115,6 +118,7 @@ def _rewrite(
     budget: Budget,
     choices: Mapping[str, AttentionPlan],
     given: PlanFile | None,
+    ahead: Callable[[], float] | None,
 ) -> Outcome:
     record, made = before.record, before.plan
     normalize(gm, facts)
@@ -138,18 +142,19 @@ def _rewrite(
     fusion = None
     wanted = opts.fusion != "off" and (plan is None or plan.fusion)
     with ExitStack() as ending:
-        operators = None
+        operators, form_s = None, 0.0
         if wanted:
             operators = Fusion(gm, facts, opts, store, budget, plan, identity)
             ending.enter_context(operators)
-            operators.compile_ahead()
+            if operators.compile_ahead() and ahead is not None:
+                form_s = record.timings_s["form ahead"] = ahead()
         started = time.monotonic()
         reports = lower_attention(gm, sites, resolved, ctx)
         record.timings_s["attention"] = time.monotonic() - started
         erase_unused(gm.graph)  # views and mask parts written for sites that stayed
         record_sites(reports, record)
         if operators is not None:
-            fusion = operators.run()
+            fusion = operators.run(form_s)
             record_fusion(fusion, record)
             if given is not None and plan is not None:
                 where = opts.plan or "of another rank"

@@ -79,6 +79,19 @@ def _in_words(times_us: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True)
+class CompiledAhead:
+    """A form that :func:`compile_for_timing` compiled before the search.
+
+    Args:
+        compiled: None where it could not be compiled. seconds: it took.
+    """
+
+    name: str
+    compiled: Callable[..., Any] | None
+    seconds: float
+
+
+@dataclass(frozen=True)
 class FastestForm:
     """What :func:`fastest_form` found.
 
@@ -101,6 +114,7 @@ def fastest_form(
     store: Store | None,
     identity: str,
     budget: Budget,
+    ahead: CompiledAhead | None = None,
 ) -> FastestForm:
     """Compile and time the forms of one graph.
 
@@ -112,6 +126,8 @@ def fastest_form(
         store: where the verdict is kept. identity: text that names the graph and what was asked.
         budget: once it is spent no further form is compiled for timing. The first form, which the
             user waits for anyway, takes nothing from it.
+        ahead: a form that was compiled before; no other one is begun with less time left than it
+            took.
     """
     launched = device.type == "cuda" and not is_replayed(opts)
     told = [identity, sorted(forms), "shortest to call" if launched else ""]
@@ -122,7 +138,7 @@ def fastest_form(
     compiled: dict[str, Callable[..., Any]] = {}
     verdict = None
     try:
-        complete = _compile(forms, inputs, opts, budget, compiled)
+        complete = _compile(forms, inputs, opts, budget, compiled, ahead)
         verdict = _timed(compiled, inputs, device, launched) if len(compiled) > 1 else None
         if not complete:
             verdict = verdict or Verdict(next(iter(forms)), {})
@@ -154,18 +170,20 @@ def _compile(
     opts: StofOptions,
     budget: Budget,
     compiled: dict[str, Callable[..., Any]],
+    ahead: CompiledAhead | None,
 ) -> bool:
     """Compile the forms while there is time, into ``compiled``; whether none was left out."""
-    # else just as in the end, so that Inductor's caches know what was compiled for timing
-    without_graphs = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
-    timed = without_graphs if uses_cuda_graphs(opts) else opts
     left = budget.left
     for number, (name, make) in enumerate(forms.items()):
-        if number and budget.spent:
+        if ahead is not None and name == ahead.name:
+            if ahead.compiled is not None:
+                compiled[name] = ahead.compiled
+            continue
+        if number and (budget.spent or (ahead is not None and budget.left < ahead.seconds)):
             logger.info("%s is not timed: the time budget was spent", name)
             return False
         try:
-            compiled[name] = compile_with_inductor(copy_graph(make()), inputs, timed)
+            compiled[name] = compile_for_timing(make(), inputs, opts)
         except Exception as failure:  # a form that fails is out; the next one may be the answer
             if opts.strict:
                 raise
@@ -173,6 +191,16 @@ def _compile(
         if not number:
             budget = replace(budget, seconds=left)
     return True
+
+
+def compile_for_timing(
+    gm: GraphModule, inputs: Sequence[Any], opts: StofOptions
+) -> Callable[..., Any]:
+    """Compile a form of a graph as its options ask, but without CUDA graphs of Inductor."""
+    # else just as in the end, so that Inductor's caches know what was compiled for timing
+    if uses_cuda_graphs(opts):
+        opts = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+    return compile_with_inductor(copy_graph(gm), inputs, opts)
 
 
 def _timed(

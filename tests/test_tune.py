@@ -117,7 +117,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(
         bench, "library_call", lambda recipe, _: lambda *given: run_recipe(recipe, given)
     )
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(None))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *given: FastestForm(None))
     monkeypatch.setattr("stof_compile.backend.compile_with_inductor", run_as_it_is)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -164,7 +164,7 @@ def test_a_function_is_tuned_and_its_plan_replayed(measured, console, module, tm
 
 def test_a_plan_of_the_graph_without_fusion(measured, console, module, tmp_path, monkeypatch):
     verdict = Verdict("attention only", {"fused": 2.0, "attention only": 1.0})
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(verdict))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *given: FastestForm(verdict))
     run_tune(TuneSettings(f"{module}:model", budget_s=20.0), console)
     assert "kept: attention only" in console.file.getvalue()
     assert "slow_start" in console.file.getvalue()  # what was found is shown all the same

@@ -9,7 +9,7 @@ from stof_compile.budget import Budget
 from stof_compile.measure import Timing
 from stof_compile.options import StofOptions
 from stof_compile.store import Store
-from stof_compile.verdict import fastest_form
+from stof_compile.verdict import CompiledAhead, fastest_form
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NAMES = ("fused", "as torch.compile runs it", "attention only")
@@ -57,10 +57,11 @@ def bench(monkeypatch):
     return bench
 
 
-def decide(bench, seconds=60.0, store=None, device=CPU, **options):
+def decide(bench, seconds=60.0, store=None, device=CPU, ahead=None, **options):
     opts = StofOptions(**options)
     budget = bench.budget(seconds)
-    return fastest_form(bench.forms(), (torch.zeros(()),), device, opts, store, "a graph", budget)
+    inputs, forms = (torch.zeros(()),), bench.forms()
+    return fastest_form(forms, inputs, device, opts, store, "a graph", budget, ahead)
 
 
 def test_the_fastest_form_wins_and_is_not_compiled_again(bench):
@@ -181,3 +182,17 @@ def test_interrupting_keeps_what_is_compiled(bench):
     bench.times_us["as torch.compile runs it"] = KeyboardInterrupt()
     found = decide(bench)
     assert found.verdict is None and found.compiled(0) == "fused"
+
+
+def test_a_form_compiled_ahead_is_timed_as_it_is(bench):
+    ahead = CompiledAhead(NAMES[1], lambda x: NAMES[1], 5.0)
+    found = decide(bench, seconds=6.0, ahead=ahead)
+    assert bench.events == ["fused", "attention only"] and len(found.verdict.times_us) == 3
+    bench.events.clear()
+    found = decide(bench, seconds=4.0, ahead=ahead)  # less than a form takes
+    assert bench.events == ["fused"] and set(found.verdict.times_us) == set(NAMES[:2])
+    assert found.verdict.unfinished_s > 0
+    bench.events.clear()
+    found = decide(bench, ahead=CompiledAhead(NAMES[1], None, 5.0))
+    assert bench.events == ["fused", "attention only"]
+    assert set(found.verdict.times_us) == {"fused", "attention only"}

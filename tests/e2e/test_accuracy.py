@@ -32,7 +32,7 @@ def small(monkeypatch):
     """Models of one layer; the fused form is kept, though a CPU would not be faster by it."""
     sizes = {name: replace(sizes, layers=1) for name, sizes in zoo.ZOO.items()}
     monkeypatch.setattr(zoo, "ZOO", sizes)
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(None))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *given: FastestForm(None))
 
 
 @pytest.mark.parametrize(("name", "label"), CASES)

@@ -158,7 +158,7 @@ def test_a_second_compile_and_a_plan_measure_nothing(fast_template, fresh_dynamo
 def test_a_plan_of_another_graph_is_refused(
     quick, fast_template, fresh_dynamo, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *a: FastestForm(None))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *a: FastestForm(None))
     run(Mlp().eval(), torch.randn(2, 16, 32), tmp_path, dump_dir=str(tmp_path / "dump"))
     (plan,) = (tmp_path / "dump").glob("graph_*/plan.json")
     with pytest.raises(StofPlanError, match="another graph"):

@@ -203,7 +203,7 @@ def test_running_statistics(tmp_path, timed):
 
 @torch.no_grad()
 def test_weights_that_change_after_they_were_packed(tmp_path, monkeypatch):
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(None))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *given: FastestForm(None))
     model, x = Layer().double().eval(), torch.randn(2, 16, 32, dtype=torch.float64)
     fast = compiled(model, tmp_path)
     fast(x)

@@ -44,7 +44,7 @@ class Block(nn.Module):
 def measured(monkeypatch, fresh_dynamo):
     """Templates that win, no compiler; the list gets an entry for every measurement."""
     monkeypatch.setattr("stof_compile.backend.compile_with_inductor", without_inductor)
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *given: FastestForm(None))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *given: FastestForm(None))
     with templates_win() as timed, without_flex():
         yield timed
 

@@ -27,7 +27,7 @@ def llama(layers=2):
 @pytest.fixture(autouse=True)
 def fused_form(monkeypatch, fresh_dynamo):
     """The finished graph is kept without being timed as a whole, and runs as it is."""
-    monkeypatch.setattr("stof_compile.backend.fastest_form", lambda *a: FastestForm(None))
+    monkeypatch.setattr("stof_compile.forms.fastest_form", lambda *a: FastestForm(None))
     monkeypatch.setattr("stof_compile.backend.compile_with_inductor", lambda gm, *_: gm.forward)
 
 

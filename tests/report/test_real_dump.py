@@ -45,7 +45,7 @@ def real(tmp_path_factory):
     }
     with pytest.MonkeyPatch.context() as patch, templates_win(packs=False):
         patch.setattr("stof_compile.backend.compile_with_inductor", without_inductor)
-        patch.setattr("stof_compile.backend.fastest_form", lambda *_: FastestForm(FUSED))
+        patch.setattr("stof_compile.forms.fastest_form", lambda *_: FastestForm(FUSED))
         model = nn.Sequential(*(Layer() for _ in range(3))).eval()
         with torch.no_grad():
             torch.compile(model, backend="stof", options=options)(torch.randn(2, 128, 32))

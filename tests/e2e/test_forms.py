@@ -1,0 +1,151 @@
+"""The form as torch.compile runs it, compiled before the search while other processes compile."""
+
+import pytest
+import torch
+from close import assert_close
+from running import without_flex, without_inductor
+from torch import nn
+
+from stof_compile import explain, forms, masks, verdict
+from stof_compile.budget import Budget
+from stof_compile.fuse import Fusion, FusionResult, search_budget
+from stof_compile.verdict import AS_TORCH
+
+
+class Packable(nn.Module):
+    """Attention whose projections are packed: a graph that fusion changes without a template."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        heads = (p(x).unflatten(-1, (4, -1)).mT for p in (self.query, self.key, self.value))
+        q, k, v = (h.permute(0, 3, 1, 2) for h in heads)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """What is compiled for timing, in order; as if there were processes that compile."""
+    compiled = []
+
+    def compile_form(when):
+        def compile_now(gm, inputs, opts):
+            compiled.append(when)
+            return without_inductor(gm, inputs, opts)
+
+        return compile_now
+
+    def search(self, form_s=0.0):
+        compiled.append("search" if form_s else "search, seconds unknown")
+        return run(self, form_s)
+
+    run = Fusion.run
+    monkeypatch.setattr(forms, "compile_for_timing", compile_form("ahead"))
+    monkeypatch.setattr(verdict, "compile_for_timing", compile_form("timed"))
+    monkeypatch.setattr(Fusion, "compile_ahead", lambda self: True)
+    monkeypatch.setattr(Fusion, "run", search)
+    monkeypatch.setattr(FusionResult, "changed", True)
+    with without_flex():
+        yield compiled
+
+
+def run(model, x, tmp_path, **options):
+    torch._dynamo.reset()
+    options = {"cache_dir": str(tmp_path), "mask": masks.sliding_window(3), **options}
+    fast = torch.compile(model, backend="stof", options=options)
+    with torch.no_grad():
+        return fast(x), explain(fast)
+
+
+def test_it_is_compiled_once_and_before_the_search(compiles, fresh_dynamo, tmp_path):
+    model, x = Packable().eval(), torch.randn(2, 16, 64)
+    out, record = run(model, x, tmp_path)
+    assert compiles == ["ahead", "search", "timed", "timed"]
+    assert record.graphs[0].timings_s["form ahead"] > 0
+    assert any(AS_TORCH in note for note in record.notes if note.startswith("whole graph"))
+    plain, _ = run(model, x, tmp_path, fusion="off", attention="sdpa")
+    assert_close(out, plain.double(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "gather"}, {"strict": True}, {"tune_budget_s": 20},
+        {"fusion": "off"}, {"tune_budget_s": 0},
+    ],
+    ids=lambda options: "-".join(options),
+)  # fmt: skip
+def test_it_is_not_where_it_takes_no_part_or_time_is_short(
+    compiles, fresh_dynamo, tmp_path, options
+):
+    _, record = run(Packable().eval(), torch.randn(2, 16, 64), tmp_path, **options)
+    assert not record.graphs[0].timings_s.get("form ahead")
+    assert "ahead" not in compiles
+
+
+def test_it_is_not_for_graphs_that_write_to_their_inputs(compiles, fresh_dynamo, tmp_path):
+    class Counting(Packable):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counting().eval()
+    run(model, torch.randn(2, 16, 64), tmp_path)
+    assert model.calls == 1 and compiles == ["search, seconds unknown"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no kernel"), KeyboardInterrupt()])
+def test_a_form_that_fails_is_out(compiles, fresh_dynamo, tmp_path, monkeypatch, failure):
+    def fail(gm, inputs, opts):
+        raise failure
+
+    monkeypatch.setattr(forms, "compile_for_timing", fail)
+    model, x = Packable().eval(), torch.randn(2, 16, 64)
+    out, record = run(model, x, tmp_path)
+    assert compiles[0] == "search, seconds unknown"
+    form = next((note for note in record.notes if note.startswith("whole graph")), "")
+    assert "ahead" not in compiles and AS_TORCH not in form
+    if isinstance(failure, KeyboardInterrupt):  # nothing was measured after it
+        assert "not compared" in form and compiles == ["search, seconds unknown", "timed"]
+    assert out.isfinite().all()
+
+
+def test_the_search_leaves_the_forms_their_time():
+    now = [0.0]
+    whole = Budget(40.0, clock=lambda: now[0])
+    assert search_budget(whole, 0.0).left == pytest.approx(24.0)
+    assert search_budget(whole, 5.0).left == pytest.approx(28.0)  # two forms and two seconds
+    assert search_budget(whole, 15.0).left == pytest.approx(20.0)  # half of what is left
+    now[0] = 50.0
+    assert search_budget(whole, 5.0).spent
+
+
+def test_most_of_a_long_compile_is_given_back(compiles, fresh_dynamo, tmp_path, monkeypatch):
+    """Of a budget of 60 s a form that takes 40 s uses 15."""
+    compile_form, now, lefts = forms.compile_for_timing, [0.0], []
+
+    def compile_slowly(gm, inputs, opts):
+        now[0] += 40.0
+        return compile_form(gm, inputs, opts)
+
+    def search(self, form_s=0.0):
+        lefts.append((self._context.budget.left, form_s))
+        return FusionResult()
+
+    def budget(seconds):
+        return Budget(seconds, clock=lambda: now[0])
+
+    monkeypatch.setattr(forms, "compile_for_timing", compile_slowly)
+    monkeypatch.setattr(Fusion, "run", search)
+    monkeypatch.setattr("stof_compile.backend.Budget", budget)
+    run(Packable().eval(), torch.randn(2, 16, 64), tmp_path)
+    ((left, form_s),) = lefts
+    assert left == pytest.approx(45.0) and form_s == pytest.approx(40.0)
+    # half of that goes to the search; no other form is begun with less than 40 s left
+    assert compiles == ["ahead", "timed", "timed"]
