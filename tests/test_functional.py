@@ -260,6 +260,21 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., object]]] = {
         "bias is a float",
         lambda q, k, v: sparse_attention(q, k, v, bias=torch.ones(3, 70), enable_gqa=True),
     ),
+    "scale of words": (
+        StofError,
+        "scale is a number",
+        lambda q, k, v: sparse_attention(q, k, v, scale="0.5", enable_gqa=True),
+    ),
+    "scale of nothing": (
+        StofError,
+        "scale is a finite number, got nan",
+        lambda q, k, v: sparse_attention(q, k, v, scale=float("nan"), enable_gqa=True),
+    ),
+    "softcap": (
+        StofError,
+        "softcap is a finite number of at least 0",
+        lambda q, k, v: sparse_attention(q, k, v, softcap=-1.0, enable_gqa=True),
+    ),
     "no mask": (
         StofMaskError,
         "mask is a rule",
@@ -347,3 +362,28 @@ def test_three_dimensions_of_a_mask_are_batch_and_lengths(backend, fresh_dynamo)
 
     run = attend if backend is None else torch.compile(attend, backend=backend)
     assert_close(run(q, k, v), reference(masks.from_tensor(keep), q, k, v))
+
+
+def test_no_softcap_has_two_names():
+    q, k, v = operands()
+    plain = sparse_attention(q, k, v, WINDOW, enable_gqa=True)
+    assert torch.equal(plain, sparse_attention(q, k, v, WINDOW, softcap=None, enable_gqa=True))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "stof"])
+def test_autocast_casts_the_operands_as_for_sdpa(backend, fresh_dynamo):
+    q, k = torch.randn(2, 1, 2, 40, 16).unbind()
+    v = torch.randn(1, 2, 40, 16, dtype=torch.bfloat16)  # as behind a rotation in float32
+
+    def attend(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sparse_attention(q, k, v, WINDOW)
+
+    options = {"tune_budget_s": 0} if backend == "stof" else None
+    run = torch.compile(attend, backend=backend, options=options) if backend else attend
+    found = run(q, k, v)
+    half = [x.bfloat16() for x in (q, k, v)]
+    assert found.dtype == torch.bfloat16
+    assert_close(found, reference(WINDOW, *half), torch.bfloat16)
+    wide = attend(q.double(), k.double(), v.double())
+    assert wide.dtype == torch.float64

@@ -22,7 +22,12 @@ from stof_compile.attention.call import (
     mask_arrays,
 )
 from stof_compile.attention.fp8 import attend_fp8, refuse_fp8
-from stof_compile.attention.operands import check_operands, check_tensor_mask
+from stof_compile.attention.operands import (
+    autocast_operands,
+    check_numbers,
+    check_operands,
+    check_tensor_mask,
+)
 from stof_compile.attention.trace_rule import trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
@@ -78,7 +83,7 @@ def sparse_attention(
     key_keep: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     enable_gqa: bool = False,
     return_lse: bool = False,
     fp8: bool = False,
@@ -106,7 +111,7 @@ def sparse_attention(
         bias: float, broadcastable to [batch, heads, q_len, k_len], added to the scores; -inf masks
             exactly.
         scale: factor of the dot products; None = head_dim ** -0.5.
-        softcap: c > 0 replaces a scaled score x by c * tanh(x / c).
+        softcap: c > 0 replaces a scaled score x by c * tanh(x / c); 0 or None = no cap.
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return the log-sum-exp of the masked scores.
         fp8: round q, k and v to e4m3 (8 bits) with one scale for each batch row and head, and run
@@ -114,16 +119,20 @@ def sparse_attention(
             fp16 and bf16, head dims up to 128, without gradients. Results differ by some percent.
 
     Returns:
-        out [batch, heads, q_len, value_dim] in the dtype of q; 0 on rows that keep no key. With
+        out [batch, heads, q_len, value_dim] in the dtype of q (under autocast: in autocast's, to
+        which q, k and v are cast as for SDPA); 0 on rows that keep no key. With
         ``return_lse`` also lse, fp32 [batch, heads, q_len], -inf on such rows.
 
     Raises:
-        StofError: q, k, v, key_keep or bias do not fit together.
+        StofError: q, k, v, key_keep or bias do not fit together, scale or softcap is no number.
         StofMaskError: the mask is no mask, or was made for other lengths, batch or heads.
         StofUnsupportedError: the forced kernel, or fp8, does not exist on this device or cannot do
             what is asked; an operand has a forward-mode derivative.
     """
+    q, k, v = autocast_operands(q, k, v)
     check_operands(q, k, v, key_keep, bias, enable_gqa)
+    check_numbers(scale, softcap)
+    softcap = 0.0 if softcap is None else softcap
     if fp8:
         refuse_fp8(q, k, v, bias, None if torch.compiler.is_compiling() else current_override())
     if isinstance(mask, Tensor):

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import torch
 from torch import Tensor
 
 from stof_compile.errors import StofError, StofMaskError
+
+
+def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Cast operands as autocast casts those of SDPA, where it is on for their device."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    wide, dtype = (torch.float64,), torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype not in wide else x for x in operands
+    )
 
 
 def check_operands(
@@ -70,6 +84,24 @@ def check_operands(
                 f"sparse_attention: bias is a float tensor broadcastable to {list(full)}; "
                 f"got {bias.dtype} {list(bias.shape)}"
             )
+
+
+def check_numbers(scale: float | None, softcap: float | None) -> None:
+    """Check the factor of the scores and their cap.
+
+    Raises:
+        StofError: one is no number, not finite, or the cap is negative.
+    """
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real | Tensor):
+            raise StofError(f"sparse_attention: {name} is a number, got {value!r}")
+        if torch.compiler.is_compiling():  # its value may be a symbol
+            continue
+        if not math.isfinite(value) or (name == "softcap" and value < 0):
+            least = " of at least 0 (0 = none)" if name == "softcap" else ""
+            raise StofError(f"sparse_attention: {name} is a finite number{least}, got {value}")
 
 
 def check_tensor_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:

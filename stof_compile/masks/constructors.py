@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,20 +35,20 @@ def sliding_window(w: int, causal: bool = False) -> MaskSpec:
     Raises:
         StofMaskError: ``w`` is negative, or 0 with ``causal``.
     """
-    _at_least("sliding_window", "w", w, 1 if causal else 0)
+    w = _whole("sliding_window", "w", w, 1 if causal else 0)
     return rules.Band(1 - w, 0) if causal else rules.Band(-w, w)
 
 
 def global_tokens(n: int) -> MaskSpec:
     """The first ``n`` positions see and are seen by every position."""
-    _at_least("global_tokens", "n", n, 0)
+    n = _whole("global_tokens", "n", n, 0)
     return patterns.GlobalTokens(n)
 
 
 def longformer(window: int, global_tokens: int) -> MaskSpec:
     """``|q - k| <= window``, or either position among the first ``global_tokens``."""
-    _at_least("longformer", "window", window, 0)
-    _at_least("longformer", "global_tokens", global_tokens, 0)
+    window = _whole("longformer", "window", window, 0)
+    global_tokens = _whole("longformer", "global_tokens", global_tokens, 0)
     return patterns.Longformer(window, global_tokens)
 
 
@@ -71,40 +72,40 @@ def bigbird(
             prefix of the same pattern.
         heads: number of heads with random tiles of their own; 1 = shared.
     """
-    _at_least("bigbird", "window", window, 0)
-    _at_least("bigbird", "global_tokens", global_tokens, 0)
-    _check_random("bigbird", random_fill, random_block, max_len, heads)
-    return patterns.BigBird(
-        window, global_tokens, float(random_fill), seed, random_block, max_len, heads
+    window = _whole("bigbird", "window", window, 0)
+    global_tokens = _whole("bigbird", "global_tokens", global_tokens, 0)
+    fill, block, seed, max_len, heads = _random(
+        "bigbird", random_fill, random_block, seed, max_len, heads
     )
+    return patterns.BigBird(window, global_tokens, fill, seed, block, max_len, heads)
 
 
 def random_blocks(
     fill: float, block: int = 64, seed: int = 0, max_len: int | None = None, heads: int = 1
 ) -> MaskSpec:
     """A fraction ``fill`` of all square tiles; arguments as in `bigbird`."""
-    _check_random("random_blocks", fill, block, max_len, heads)
-    return RandomTiles(float(fill), block, seed, max_len, heads)
+    return RandomTiles(*_random("random_blocks", fill, block, seed, max_len, heads))
 
 
 def longformer_ae(window: int, global_tokens: int) -> MaskSpec:
     """Longformer of the STOF artifact: a second global strip begins at half the length."""
-    _at_least("longformer_ae", "window", window, 0)
-    _at_least("longformer_ae", "global_tokens", global_tokens, 0)
+    window = _whole("longformer_ae", "window", window, 0)
+    global_tokens = _whole("longformer_ae", "global_tokens", global_tokens, 0)
     return patterns.LongformerAE(window, global_tokens)
 
 
 def bigbird_ae(window: int, global_tokens: int, random_fill: float, seed: int = 0) -> MaskSpec:
     """Bigbird of the STOF artifact: points scattered in 32 x 32 blocks beside the diagonal."""
-    _at_least("bigbird_ae", "window", window, 0)
-    _at_least("bigbird_ae", "global_tokens", global_tokens, 0)
-    return patterns.BigBirdAE(window, global_tokens, float(random_fill), seed)
+    window = _whole("bigbird_ae", "window", window, 0)
+    global_tokens = _whole("bigbird_ae", "global_tokens", global_tokens, 0)
+    fill = _fraction("bigbird_ae", random_fill)
+    return patterns.BigBirdAE(window, global_tokens, fill, _seed("bigbird_ae", seed))
 
 
 def dilated(window: int, dilation: int, causal: bool = False) -> MaskSpec:
     """Every ``dilation``-th position, ``window`` of them to each side, or to the left only."""
-    _at_least("dilated", "window", window, 0)
-    _at_least("dilated", "dilation", dilation, 1)
+    window = _whole("dilated", "window", window, 0)
+    dilation = _whole("dilated", "dilation", dilation, 1)
     return patterns.Dilated(window, dilation, causal)
 
 
@@ -113,7 +114,7 @@ def strided(stride: int) -> MaskSpec:
 
     Source: strided attention, Sparse Transformer, section 4.3.
     """
-    _at_least("strided", "stride", stride, 1)
+    stride = _whole("strided", "stride", stride, 1)
     return patterns.Strided(stride)
 
 
@@ -122,15 +123,16 @@ def fixed(stride: int, summary: int = 1) -> MaskSpec:
 
     Source: fixed attention, Sparse Transformer, section 4.3.
     """
-    _at_least("fixed", "stride", stride, 1)
-    if not 1 <= summary <= stride:
+    stride = _whole("fixed", "stride", stride, 1)
+    summary = _whole("fixed", "summary", summary, 1)
+    if summary > stride:
         raise StofMaskError(f"fixed: summary is 1..stride ({stride}), got {summary}")
     return patterns.Fixed(stride, summary)
 
 
 def block_diagonal(size: int) -> MaskSpec:
     """Query and key lie in the same segment of ``size`` tokens."""
-    _at_least("block_diagonal", "size", size, 1)
+    size = _whole("block_diagonal", "size", size, 1)
     return rules.BlockDiagonal(size)
 
 
@@ -173,7 +175,7 @@ def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
 
 def prefix_lm(prefix: int) -> MaskSpec:
     """Causal, with the first ``prefix`` tokens seen by every query."""
-    _at_least("prefix_lm", "prefix", prefix, 0)
+    prefix = _whole("prefix_lm", "prefix", prefix, 0)
     return patterns.PrefixLM(prefix)
 
 
@@ -232,7 +234,9 @@ def from_tensor(mask: Tensor) -> MaskSpec:
 LARGEST = 2**30  # of a window, a stride or a number of tokens
 
 
-def _at_least(name: str, argument: str, value: int, low: int) -> None:
+def _whole(name: str, argument: str, value: int, low: int) -> int:
+    if not isinstance(value, int) and isinstance(value, numbers.Integral):  # NumPy's
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise StofMaskError(
             f"{name}: {argument} is a whole number of at least {low}, got {value!r}"
@@ -242,12 +246,25 @@ def _at_least(name: str, argument: str, value: int, low: int) -> None:
             f"{name}: {argument} is {value}, and positions are compared in 32 bits; give less than "
             f"{LARGEST}, the largest length will do"
         )
+    return value
 
 
-def _check_random(name: str, fill: float, block: int, max_len: int | None, heads: int) -> None:
-    if not 0 <= fill <= 1:
+def _seed(name: str, seed: int) -> int:
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
+        raise StofMaskError(f"{name}: seed is a whole number, got {seed!r}")
+    return int(seed)
+
+
+def _fraction(name: str, fill: float) -> float:
+    if not isinstance(fill, numbers.Real) or not 0 <= fill <= 1:
         raise StofMaskError(f"{name}: the filled fraction is between 0 and 1, got {fill!r}")
-    _at_least(name, "the random tile", block, 1)
-    _at_least(name, "heads", heads, 1)
+    return float(fill)
+
+
+def _random(
+    name: str, fill: float, block: int, seed: int, max_len: int | None, heads: int
+) -> tuple[float, int, int, int | None, int]:
     if max_len is not None:
-        _at_least(name, "max_len", max_len, 1)
+        max_len = _whole(name, "max_len", max_len, 1)
+    block = _whole(name, "the random tile", block, 1)
+    return _fraction(name, fill), block, _seed(name, seed), max_len, _whole(name, "heads", heads, 1)

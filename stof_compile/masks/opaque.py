@@ -158,6 +158,8 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
                 with _IndexByTensor():
                     module = make_fx(mask_mod)(*zeros)
             return _store(module, name)
+        except StofMaskError:
+            raise
         except RuntimeError as error:
             failure = error
     raise StofMaskError(
@@ -252,6 +254,12 @@ def _name(target: Any, mask_mod: str) -> str:
         return "getitem"
     text = str(target)
     if isinstance(target, torch._ops.OpOverload) and text.startswith("aten."):
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise StofMaskError(
+                f"mask_mod {mask_mod} draws random numbers ({text}), and a rule says the same "
+                "whenever it is asked; draw a tensor outside, which the function can index, or "
+                "take masks.random_blocks"
+            )
         return text
     raise StofMaskError(
         f"mask_mod {mask_mod} uses {text}, which can't be stored; use plain tensor operations"

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,6 +153,11 @@ def test_batch_prefix():
         (lambda: masks.sliding_window(0, causal=True), "at least 1"),
         (lambda: masks.longformer(4, 2.5), "whole number"),
         (lambda: masks.bigbird(4, 4, 1.5), "between 0 and 1"),
+        (lambda: masks.bigbird(4, 4, "0.1"), "between 0 and 1"),
+        (lambda: masks.bigbird_ae(4, 4, -0.1), "between 0 and 1"),
+        (lambda: masks.bigbird(4, 4, 0.1, seed=1.5), "seed is a whole number"),
+        (lambda: masks.random_blocks(0.1, seed=None), "seed is a whole number"),
+        (lambda: masks.rule(lambda b, h, q, k: torch.rand_like(q.float()) > 0.5), "random numbers"),
         (lambda: masks.fixed(8, 9), "1..stride"),
         (lambda: masks.document(torch.zeros(3)), "integers"),
         (lambda: masks.from_cu_seqlens([0, 5, 3]), "ascending"),
@@ -279,3 +285,10 @@ def test_a_single_rule_per_head_serves_all_heads():
     nested = masks.per_head([masks.dense(), masks.per_head([masks.causal()])])
     found = masks.build_block_mask(nested, S, S, 32, heads=2).to_dense()
     assert found[0, 0].all() and torch.equal(found[0, 1], D >= 0)
+
+
+def test_numbers_of_numpy_are_numbers():
+    whole, half = np.int64, np.float32(0.5)
+    found = masks.bigbird(whole(4), np.int32(2), half, seed=whole(3), random_block=np.uint8(16))
+    assert found.key == masks.bigbird(4, 2, 0.5, seed=3, random_block=16).key
+    assert masks.sliding_window(whole(3)).to_json() == masks.sliding_window(3).to_json()
