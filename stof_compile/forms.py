@@ -78,6 +78,7 @@ class Forms:
         opts, budget = self._opts, self._budget
         if not self._with_torch or opts.fp8 or opts.tune_budget_s < AHEAD_FROM_S or budget.spent:
             return 0.0
+        logger.info("a form to compare with is compiled first: %s", AS_TORCH)
         started, compiled = budget.clock(), None
         try:
             gm = self._made("sdpa", {}).gm
