@@ -139,7 +139,10 @@ def search_budget(whole: Budget, form_s: float) -> Budget:
     left = whole.left
     if not form_s or not left:
         return whole.slice(SEARCH_SHARE)
-    return whole.slice(max(LEAST_SHARE, (left - FORMS * form_s - COMPARING_S) / left))
+    seconds = max(left - FORMS * form_s - COMPARING_S, LEAST_SHARE * left)
+    if left - seconds < form_s:  # too little for another form, which will be left out
+        seconds = max(left - COMPARING_S, seconds)
+    return whole.slice(seconds / left)
 
 
 class Fusion:
