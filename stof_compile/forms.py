@@ -117,6 +117,8 @@ class Forms:
         fp8 = torch.ops.stof.attention_fp8.default  # rounded on purpose
         if self._with_torch and all(node.target is not fp8 for node in outcome.gm.graph.nodes):
             names.insert(1, AS_TORCH)
+            if all(c.kernel == "sdpa" and not c.config for c in chosen.values()):
+                names.remove(ATTENTION_ONLY)  # the same graph
         device = self._facts.device
         store = Store(opts.cache_dir or default_root(), environment_key(device_facts(device)))
         graphs, asked = outcome.record.graphs, outcome.record.options

@@ -59,10 +59,14 @@ def run(model, x, tmp_path, **options):
         return fast(x), explain(fast)
 
 
-def test_it_is_compiled_once_and_before_the_search(compiles, fresh_dynamo, tmp_path):
-    model, x = Packable().eval(), torch.randn(2, 16, 64)
+@pytest.mark.parametrize("tokens", [1024, 16])
+def test_it_is_compiled_once_and_before_the_search(compiles, fresh_dynamo, tmp_path, tokens):
+    model, x = Packable().eval(), torch.randn(1, tokens, 64)
     out, record = run(model, x, tmp_path)
-    assert compiles == ["ahead", "search", "timed", "timed"]
+    (site,) = record.sites
+    assert site.kernel == ("sdpa" if tokens == 16 else "gather")
+    # where SDPA is chosen, the graph with attention rewritten only is torch.compile's
+    assert compiles == ["ahead", "search", "timed"] + ["timed"] * (site.kernel != "sdpa")
     assert record.graphs[0].timings_s["form ahead"] > 0
     assert any(AS_TORCH in note for note in record.notes if note.startswith("whole graph"))
     plain, _ = run(model, x, tmp_path, fusion="off", attention="sdpa")
@@ -145,7 +149,7 @@ def test_most_of_a_long_compile_is_given_back(compiles, fresh_dynamo, tmp_path, 
     monkeypatch.setattr(forms, "compile_for_timing", compile_slowly)
     monkeypatch.setattr(Fusion, "run", search)
     monkeypatch.setattr("stof_compile.backend.Budget", budget)
-    run(Packable().eval(), torch.randn(2, 16, 64), tmp_path)
+    run(Packable().eval(), torch.randn(1, 1024, 64), tmp_path)
     ((left, form_s),) = lefts
     assert left == pytest.approx(45.0) and form_s == pytest.approx(40.0)
     assert compiles == ["ahead", "timed", "timed"]

@@ -205,7 +205,7 @@ def test_where_the_whole_graph_is_faster_without_us_the_record_says_so(
     quick, fast_template, fresh_dynamo, tmp_path, monkeypatch
 ):
     def time(fns, sets, device, **how):
-        return [Timing(us, us, us, 3, "clock") for us in (3.0, 1.0, 2.0)]
+        return [Timing(us, us, us, 3, "clock") for us in (3.0, 1.0, 2.0)[: len(fns)]]
 
     monkeypatch.setattr("stof_compile.verdict.time_in_turns", time)
     torch.manual_seed(0)
