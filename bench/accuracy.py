@@ -234,7 +234,7 @@ def fused_form_kept() -> Iterator[None]:
     """Whole graphs are not compared: the fused form stays, however fast it is."""
     from stof_compile.verdict import FastestForm
 
-    with mock.patch("stof_compile.backend.fastest_form", lambda *given: FastestForm(None)):
+    with mock.patch("stof_compile.forms.fastest_form", lambda *given: FastestForm(None)):
         yield
 
 
