@@ -8,6 +8,7 @@ k_len.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -48,9 +49,10 @@ def attention_reference(
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = _computing_dtype(q)
-    x, _ = _scores(q.to(dtype), k.to(dtype), keep, key_keep, bias, factor, softcap)
-    p, lse = _safe_softmax(x)
-    out = _per_group(p, v) @ v.to(dtype).unsqueeze(2)
+    with _without_autocast(q):
+        x, _ = _scores(q.to(dtype), k.to(dtype), keep, key_keep, bias, factor, softcap)
+        p, lse = _safe_softmax(x)
+        out = _per_group(p, v) @ v.to(dtype).unsqueeze(2)
     out = out.flatten(1, 2).to(q.dtype)
     return (out, lse) if return_lse else out
 
@@ -114,33 +116,34 @@ def attention_backward_reference(
     dbias = None
     if bias_grad and full_bias is not None:
         dbias = torch.zeros(full_bias.shape, dtype=dtype, device=q.device)
-    for first in range(0, q.shape[2], strip):
-        last = min(first + strip, q.shape[2])
-        rows = slice(first, last)
-        row_bias = _rows_of(full_bias, rows)
-        queries = q[:, :, rows].to(dtype)
-        x, slope = _scores(
-            queries, keys, keep_rows(first, last), key_keep, row_bias, scale, softcap
-        )
-        p, _ = _safe_softmax(x)
-        grad = grad_out[:, :, rows].to(dtype)
+    with _without_autocast(q):
+        for first in range(0, q.shape[2], strip):
+            last = min(first + strip, q.shape[2])
+            rows = slice(first, last)
+            row_bias = _rows_of(full_bias, rows)
+            queries = q[:, :, rows].to(dtype)
+            x, slope = _scores(
+                queries, keys, keep_rows(first, last), key_keep, row_bias, scale, softcap
+            )
+            p, _ = _safe_softmax(x)
+            grad = grad_out[:, :, rows].to(dtype)
 
-        # -- values: out = p v ----
-        dv += (_per_group(p, v).mT @ _per_group(grad, v)).sum(2)
-        dp = (_per_group(grad, v) @ values.unsqueeze(2).mT).flatten(1, 2)
+            # -- values: out = p v ----
+            dv += (_per_group(p, v).mT @ _per_group(grad, v)).sum(2)
+            dp = (_per_group(grad, v) @ values.unsqueeze(2).mT).flatten(1, 2)
 
-        # -- softmax and lse: d lse / d x = p ----
-        correction = (p * dp).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            correction = correction - grad_lse[:, :, rows].to(dtype).unsqueeze(-1)
-        dx = p * (dp - correction)
-        if dbias is not None:
-            _add_broadcast(dbias, dx, rows)
+            # -- softmax and lse: d lse / d x = p ----
+            correction = (p * dp).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                correction = correction - grad_lse[:, :, rows].to(dtype).unsqueeze(-1)
+            dx = p * (dp - correction)
+            if dbias is not None:
+                _add_broadcast(dbias, dx, rows)
 
-        # -- scores: x = cap(scale q k) + bias ----
-        ds = (dx if slope is None else dx * slope) * scale
-        dq[:, :, rows] = (_per_group(ds, k) @ keys.unsqueeze(2)).flatten(1, 2).to(q.dtype)
-        dk += (_per_group(ds, k).mT @ _per_group(queries, k)).sum(2)
+            # -- scores: x = cap(scale q k) + bias ----
+            ds = (dx if slope is None else dx * slope) * scale
+            dq[:, :, rows] = (_per_group(ds, k) @ keys.unsqueeze(2)).flatten(1, 2).to(q.dtype)
+            dk += (_per_group(ds, k).mT @ _per_group(queries, k)).sum(2)
     if bias is None or dbias is None:
         result_bias = q.new_empty(0)
     else:
@@ -230,6 +233,16 @@ def band_keep(q_pos: Tensor, k_pos: Tensor, band: Sequence[int]) -> Tensor:
     lo, hi, global_q, global_k, cap = band
     d = k_pos - q_pos
     return ((d >= lo) & (d <= hi) | (q_pos < global_q) | (k_pos < global_k)) & (d <= cap)
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
+    """Keep products in the computing dtype, also where autocast is open: it would round them, in
+    a backward pass, too, that is begun inside.
+    """
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _computing_dtype(q: Tensor) -> torch.dtype:

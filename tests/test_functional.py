@@ -387,3 +387,21 @@ def test_autocast_casts_the_operands_as_for_sdpa(backend, fresh_dynamo):
     assert_close(found, reference(WINDOW, *half), torch.bfloat16)
     wide = attend(q.double(), k.double(), v.double())
     assert wide.dtype == torch.float64
+
+
+def test_a_device_without_kernels_is_refused():
+    q = torch.empty(1, 2, 8, 16, device="meta")
+    with pytest.raises(StofUnsupportedError, match="no kernel for device 'meta'"):
+        sparse_attention(q, q, q, WINDOW)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(70, 70)], ids=["", "bias"])
+def test_a_backward_pass_inside_autocast_rounds_no_more_than_outside(bias):
+    def gradients(open_):
+        leaves = [x.requires_grad_() for x in operands(dtype=torch.bfloat16)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=open_):
+            out = sparse_attention(*leaves, WINDOW, bias=bias, enable_gqa=True)
+            return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    for inside, outside in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(inside, outside)
