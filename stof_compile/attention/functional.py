@@ -139,13 +139,15 @@ def sparse_attention(
         check_tensor_mask(mask, q, k)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     dense_only = softcap <= 0 and not return_lse and not fp8
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         if dense_only and (mask is None or isinstance(mask, Tensor)):
             if mask is not None and mask.dim() == 3:  # of each batch row, SDPA takes it for heads
                 mask = mask[:, None]
             return _sdpa(q, k, v, mask, key_keep, bias, factor)
         tensors: list[Tensor] = []
         text = trace_rule(masks.dense() if mask is None else mask, tensors)
+        if not tensors and torch.compiler.is_exporting():
+            tensors = [q.new_empty(0)]  # AOTInductor hands an empty list over as None
         # a compiled graph never waits for FlexAttention to compile: on the CPU it takes the gather
         # kernel
         kernel = "gather" if q.device.type == "cpu" else "fp8" if fp8 else "auto"

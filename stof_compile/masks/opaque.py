@@ -153,7 +153,7 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
     failure: RuntimeError | None = None
     for device in devices:
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with _disable_current_modes(), _no_grad():
                 zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(_INPUTS)]
                 with _IndexByTensor():
                     module = make_fx(mask_mod)(*zeros)
@@ -168,6 +168,22 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
         "in tensor operations: no `if`, `and`, `or`, `not`, int() or .item() on them; use &, |, "
         "~ and torch.where"
     ) from failure
+
+
+@contextmanager
+def _no_grad() -> Iterator[None]:
+    """``torch.no_grad()`` that ``torch.export`` does not put into the graph that it is making."""
+
+    def record(enabled: bool) -> None:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(enabled)
+
+    before = torch.is_grad_enabled()
+    record(False)
+    try:
+        yield
+    finally:
+        record(before)
 
 
 class _IndexByTensor(TorchFunctionMode):
