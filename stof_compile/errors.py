@@ -17,8 +17,9 @@ class StofError(ShortenTraceback, ValueError):
     """
 
     def __init__(self, message: str) -> None:
+        # Exception.__new__ has kept the message; Dynamo cannot trace ShortenTraceback.__init__.
         # None = keep all frames: a mask built eagerly has no Dynamo frame to cut at
-        super().__init__(message, first_useful_frame=None)
+        self.first_useful_frame = None
 
     def __reduce__(self) -> tuple[type["StofError"], tuple[str]]:
         return type(self), (str(self.args[0]),)

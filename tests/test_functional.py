@@ -345,6 +345,20 @@ def test_mask_tensors_that_do_not_fit(mask, softcap, backend, fresh_dynamo):
         run(*operands(), mask)
 
 
+def test_a_refusal_is_caught_in_compiled_code(fresh_dynamo):
+    """Dynamo traces the error as well: no graph break, which fullgraph would not allow."""
+
+    def attend(q, k, v):
+        try:
+            return sparse_attention(q, k, v[..., :3, :])
+        except StofError:
+            return q + 1
+
+    q, k, v = operands()
+    out = torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(out, q + 1)
+
+
 def test_head_dim_0_is_refused():
     q, k, v = (x[..., :0] for x in operands())
     with pytest.raises(StofError, match="head dim 0"):

@@ -14,7 +14,9 @@ from stof_compile.errors import StofError, StofMaskError
 def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
     """Cast operands as autocast casts those of SDPA, where it is on for their device."""
     device = operands[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Dynamo of torch 2.11 cannot trace is_autocast_available, and traces no device without autocast
+    known = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(device)
+    if not known or not torch.is_autocast_enabled(device):
         return operands
     wide, dtype = (torch.float64,), torch.get_autocast_dtype(device)
     return tuple(
