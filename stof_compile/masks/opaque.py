@@ -174,16 +174,16 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
 def _no_grad() -> Iterator[None]:
     """``torch.no_grad()`` that ``torch.export`` does not put into the graph that it is making."""
 
-    def record(enabled: bool) -> None:
+    def switch(enabled: bool) -> None:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(enabled)
 
     before = torch.is_grad_enabled()
-    record(False)
+    switch(False)
     try:
         yield
     finally:
-        record(before)
+        switch(before)
 
 
 class _IndexByTensor(TorchFunctionMode):

@@ -67,6 +67,7 @@ def test_in_another_process_by_aot_inductor_too(tmp_path, device):
         "loaded = torch.export.load(sys.argv[4]).module()\n"
         "torch.save((run(*given), loaded(*given)), sys.argv[3])\n"
     )
-    subprocess.run([sys.executable, "-c", script, *files], check=True)
+    child = subprocess.run([sys.executable, "-c", script, *files], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
     for out in torch.load(files[2]):
         assert_close(out, module(*[x.double() for x in given]), torch.float32)
