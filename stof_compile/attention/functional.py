@@ -28,7 +28,7 @@ from stof_compile.attention.operands import (
     check_operands,
     check_tensor_mask,
 )
-from stof_compile.attention.trace_rule import trace_rule
+from stof_compile.attention.trace_rule import exporting, trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 from stof_compile.ops_block import wants_kernel_gradients
@@ -146,7 +146,7 @@ def sparse_attention(
             return _sdpa(q, k, v, mask, key_keep, bias, factor)
         tensors: list[Tensor] = []
         text = trace_rule(masks.dense() if mask is None else mask, tensors)
-        if not tensors and torch.compiler.is_exporting():
+        if not tensors and exporting():
             tensors = [q.new_empty(0)]  # AOTInductor hands an empty list over as None
         # a compiled graph never waits for FlexAttention to compile: on the CPU it takes the gather
         # kernel

@@ -64,6 +64,12 @@ def _capture_rule(mask: Any) -> tuple[str, list[Tensor]]:
     return spec.to_json(), list(spec.tensors())
 
 
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
 _constant: Any = torch._dynamo.assume_constant_result
+# Dynamo of torch 2.11 takes torch's own function for True in every trace; here it is really called
+exporting: Callable[[], bool] = _constant(_is_exporting)
 _json_of: Callable[[Any], str] = _constant(_write_json)
 _captured_rule: Callable[[Any], tuple[str, list[Tensor]]] = _constant(_capture_rule)
