@@ -16,9 +16,9 @@ from torch.fx import Node
 ALIASES = {
     "truediv": "div", "divide": "div", "true_divide": "div", "itruediv": "div", "multiply": "mul",
     "imul": "mul", "iadd": "add", "isub": "sub", "subtract": "sub", "imatmul": "matmul", "and_":
-    "and", "iand": "and", "bitwise_and": "and", "logical_and": "and", "__and__": "and", "or_":
-    "or", "ior": "or", "bitwise_or": "or", "logical_or": "or", "__or__": "or", "invert": "not",
-    "inv": "not", "bitwise_not": "not", "logical_not": "not", "not_": "not", "negative": "neg",
+    "and", "iand": "and", "bitwise_and": "and", "logical_and": "and", "or_":
+    "or", "ior": "or", "bitwise_or": "or", "logical_or": "or", "invert": "not", "inv": "not",
+    "bitwise_not": "not", "logical_not": "not", "not_": "not", "negative": "neg",
     "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat",
     "concatenate": "cat", "_softmax": "softmax", "safe_softmax": "softmax", "_unsafe_view": "view",
     "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne",
@@ -102,8 +102,8 @@ def operation(node: Node) -> str:
     """Canonical operation of a node (``div`` for ``/``, ``div_``, ``true_divide`` ...), or an
     empty string."""
     name = raw_name(node)
-    if name.startswith("__i") and name.endswith("__"):
-        name = name[2:-2]
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]  # torch 2.11 writes a comparison x == y as x.__eq__(y)
     elif name.endswith("_") and not name.endswith("__") and name not in ALIASES:
         name = name[:-1]
     return ALIASES.get(name, name)

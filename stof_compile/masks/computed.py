@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,10 @@ OPERATORS = frozenset(
     | {"eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "not_"}
     | {"getitem", "lshift", "rshift"}
 )
+# torch 2.11 writes x == y as x.__eq__(y)
+METHODS: dict[str, Callable[..., Any]] = {
+    f"__{name.rstrip('_')}__": getattr(operator, name) for name in OPERATORS
+}
 FUNCTIONALS = frozenset({"pad", "one_hot", "embedding", "relu", "softmax"})
 NAMES: dict[str, Callable[..., Any]] = {
     "slice": slice,
@@ -191,6 +195,8 @@ def _callee(node: ast.expr, scope: dict[str, Any]) -> Callable[..., Any]:
     """The function a call names: a tensor's method, or one of the allowed functions."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         owner = scope.get(node.value.id)
+        if isinstance(owner, Tensor | int) and node.attr in METHODS:
+            return partial(METHODS[node.attr], owner)
         if isinstance(owner, Tensor | int) and not node.attr.startswith("_"):
             method = getattr(owner, node.attr, None)
             if callable(method):

@@ -79,6 +79,17 @@ def test_de_morgan_and_negations(parts):
     assert part.empty_rows == "mean" and part.finfo_min
 
 
+def test_masks_compared_with_a_number(parts):
+    """torch 2.11 writes the comparison as a method."""
+
+    def mask(keep):
+        q, k = positions()
+        return torch.where(((q >= k) & keep[:, None, None, :]) == 0, LOW, 0.0)
+
+    part = parts(eager, mask, padding())
+    assert part.static is not None and part.padding is not None and part.bias is None
+
+
 @pytest.mark.parametrize("form", ["times", "one minus"])
 def test_float_arithmetic_on_bools(form, parts):
     def mask(pad):
