@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
@@ -89,7 +90,7 @@ def fake_result(node: Node) -> Any:
     args, kwargs = torch.fx.node.map_arg(
         (node.args, node.kwargs), lambda n: n.meta["example_value"]
     )
-    with mode if mode is not None else ExitStack(), torch.no_grad():
+    with in_fake_mode(*values, mode=mode), torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_function" and callable(node.target):
@@ -98,6 +99,31 @@ def fake_result(node: Node) -> Any:
                 return call()
             return remembered_result(call, node.target, args, kwargs, mode)
     return None
+
+
+@contextmanager
+def in_fake_mode(*values: Any, mode: FakeTensorMode | None = None) -> Iterator[None]:
+    """Enter the mode of example values, if they have one, as Dynamo does to compute with them.
+
+    Composite operators written in C++ may read a symbolic size as a number, which fixes it for the
+    whole graph: matmul of torch 2.11 does. Their Python twins do not, and take longer.
+
+    Args:
+        values: example values that are read.
+        mode: theirs, where they may not be tensors.
+    """
+    mode = mode or fake_mode_of(values)
+    python = enable_python_dispatcher() if any(map(_is_symbolic, values)) else ExitStack()
+    with ExitStack() if mode is None else mode, python:
+        yield
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_symbolic, value))
+    if isinstance(value, FakeTensor):
+        return bool(value._has_symbolic_sizes_strides)
+    return isinstance(value, torch.SymInt)
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:

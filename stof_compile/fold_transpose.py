@@ -13,7 +13,6 @@ Source: FuseTransposeMatmul of the Graph Surgeon write-up; the legality rules ar
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from stof_compile.between import writer_between
 from stof_compile.capture import CaptureFacts
-from stof_compile.emit import fake_mode_of
+from stof_compile.emit import in_fake_mode
 from stof_compile.example_values import is_static, update_values
 from stof_compile.node_ops import (
     argument,
@@ -95,8 +94,7 @@ def _is_foldable(node: Node, source: Node) -> bool:
     value = tensor_meta(source)
     if permutation(source) is None or value is None or not is_static(value):
         return False
-    mode = fake_mode_of([value])
-    with mode if mode is not None else ExitStack(), torch.no_grad():
+    with in_fake_mode(value), torch.no_grad():
         products = _products(node, value, MAX_VIEWS)
     return bool(products) and writer_between((source,), node, max(products)) is None
 

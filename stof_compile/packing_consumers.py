@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from stof_compile.emit import fake_mode_of
+from stof_compile.emit import in_fake_mode
 from stof_compile.example_values import is_static, run_on
 from stof_compile.fusion.op_kind import is_attention
 from stof_compile.node_ops import CASTS, VIEWS, hint, is_inplace, operation, raw_name, tensor_meta
@@ -53,8 +53,7 @@ def needs_copy(result: Node, total: int, start: int) -> bool:
     # without a fake mode where that will do: a model has hundreds of such views
     bare = is_static(value) and all(map(_is_plain_view, views))
     place = torch.device("meta") if bare else value.device
-    mode = None if bare else fake_mode_of([value])
-    with mode if mode is not None else ExitStack(), torch.no_grad():
+    with ExitStack() if bare else in_fake_mode(value), torch.no_grad():
         wide = torch.empty((*value.shape[:-1], total), dtype=value.dtype, device=place)
         return strides_matter(result, wide.narrow(-1, start, value.shape[-1]))
 
@@ -81,9 +80,9 @@ def order_matters(result: Node, other: Any) -> bool:
     Args:
         result: node of a tensor. other: a fake tensor of its shape and dtype in another order.
     """
-    mode, values = fake_mode_of([other]), {result: other}
+    values = {result: other}
     node = result.next
-    with mode if mode is not None else ExitStack(), torch.no_grad():
+    with in_fake_mode(other), torch.no_grad():
         while True:
             changed = [source for source in node.all_input_nodes if source in values]
             if changed and (node.op == "output" or not _takes_strides(node)):
@@ -148,8 +147,7 @@ def _takes_strides(node: Node) -> bool:
 
 def _views_hold(result: Node, aliases: list[Node], other: Any) -> bool:
     """Whether all views of a value can be taken of another one in its place, too."""
-    mode = fake_mode_of([other])
-    with mode if mode is not None else ExitStack(), torch.no_grad():
+    with in_fake_mode(other), torch.no_grad():
         values: dict[Node, Any] = {result: other}
         for node in sorted(aliases):
             if node is result:

@@ -11,7 +11,6 @@ rotated product. Source: the rotation of Hugging Face's LLaMA; the legality rule
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof_compile.between import region_states, writer_between
 from stof_compile.capture import CaptureFacts
-from stof_compile.emit import fake_mode_of
+from stof_compile.emit import in_fake_mode
 from stof_compile.example_values import run_on
 from stof_compile.fusion.read_recipe import read_product, tensor_spec
 from stof_compile.fusion.read_rotation import Rotation, read_rotations, same_memory_of
@@ -163,8 +162,7 @@ def _views(product: Node) -> dict[Node, Any]:
     assert value is not None, "a product is a tensor"
     if not value.is_contiguous():
         raise _Refused("the result of the product is not contiguous")
-    mode = fake_mode_of([value])
-    with mode if mode is not None else ExitStack(), torch.no_grad():
+    with in_fake_mode(value), torch.no_grad():
         base = value.new_empty(value.shape)
         values: dict[Node, Any] = {product: base}
         waiting = [product]
