@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import stof_compile.fake_encoder_layer
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.flex_ahead import begin_flex_kernels

@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "folded",
             "short_gelu",
             "expand_multihead",
+            "fake_encoder_layer",
             "memory",
             "new_tensors",
             "node_ops",
