@@ -102,4 +102,5 @@ class Weights(nn.Module):
         self.function = forward
 
     def forward(self, x):
-        return self.function(x, *self.w)
+        # one by one: Dynamo of torch 2.11 cannot unpack a ParameterList
+        return self.function(x, *[self.w[i] for i in range(len(self.w))])
