@@ -90,7 +90,7 @@ def worker_command(args: argparse.Namespace, unit: str, gpu: int | None = None) 
     ]
     names = (
         "grid", "peers", "device", "out", "kernel", "axes", "model", "seed", "caches", "length",
-        "tune_budget", "dump_dir", "samples", "repeats",
+        "tune_budget", "dump_dir", "samples", "repeats", "turn_seconds",
     )  # fmt: skip
     for name in names:
         value = getattr(args, name)

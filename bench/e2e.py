@@ -173,6 +173,8 @@ class _Clock:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._begun = args, time.monotonic()
+        default = turns.BUDGET_S[args.device]
+        self._turn_s = default if args.turn_seconds is None else args.turn_seconds
         self._compile_s = {"stof": args.tune_budget, "other": 0.0}  # the longest so far
 
     def _left_s(self) -> float:
@@ -182,13 +184,12 @@ class _Clock:
 
     def turns_s(self, ways: int) -> float:
         """Seconds for the turns of so many ways."""
-        asked = turns.BUDGET_S[self._args.device] * ways
-        return max(0.0, min(asked, self._left_s() - self.SPARE_S))
+        return max(0.0, min(self._turn_s * ways, self._left_s() - self.SPARE_S))
 
     def leaves_time(self, way: Way, ways: int) -> bool:
         """Whether one more way can be compiled and called in turns with the others."""
         kind = "stof" if way.attention == "stof" else "other"
-        wanted = self._compile_s[kind] + turns.BUDGET_S[self._args.device] * ways
+        wanted = self._compile_s[kind] + self._turn_s * ways
         return self._left_s() >= wanted + self.SPARE_S
 
     def compiled(self, process: turns.Process) -> turns.Turn | None:

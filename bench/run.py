@@ -140,6 +140,12 @@ def parser() -> argparse.ArgumentParser:
         "default %(default)d",
     )
     parsed.add_argument(
+        "--turn-seconds",
+        type=float,
+        help="e2e: seconds of calls in turns for each way, at least five rounds; default 4 on "
+        "cuda, 15 on cpu",
+    )
+    parsed.add_argument(
         "--dump-dir", type=Path, help="e2e: STOF's dump of every cell, in a folder of its own there"
     )
     parsed.add_argument(

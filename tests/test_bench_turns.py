@@ -88,7 +88,8 @@ def test_ways_that_a_cell_has_no_time_for_are_left_to_a_later_run(bench_path, mo
         return lambda args, process: now.__setitem__(0, now[0] + seconds)
 
     plain, stof = Way("compile-default", "sdpa"), Way("stof-default", "stof")
-    clock = e2e._Clock(Namespace(device="cuda", seconds=130.0, tune_budget=60.0))
+    given = {"device": "cuda", "tune_budget": 60.0}
+    clock = e2e._Clock(Namespace(**given, seconds=130.0, turn_seconds=None))
     assert clock.leaves_time(stof, 2) and clock.turns_s(2) == 8.0
     monkeypatch.setattr(turns, "compiled", compiled(20.0))
     clock.compiled(Namespace(way=plain))
@@ -99,5 +100,7 @@ def test_ways_that_a_cell_has_no_time_for_are_left_to_a_later_run(bench_path, mo
     assert clock.turns_s(2) == 8.0
     now[0] += 20.0
     assert clock.turns_s(2) == 5.0  # what is left but for 10 s
-    free = e2e._Clock(Namespace(device="cuda", seconds=None, tune_budget=60.0))
+    free = e2e._Clock(Namespace(**given, seconds=None, turn_seconds=None))
     assert free.leaves_time(stof, 9) and free.turns_s(3) == 12.0
+    short = e2e._Clock(Namespace(**given, seconds=None, turn_seconds=1.0))
+    assert short.turns_s(3) == 3.0
