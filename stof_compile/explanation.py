@@ -181,6 +181,11 @@ class _Walk:
                     self._collect(order, records)
                 else:
                     self._visit(value)  # resume functions, and functions called at a graph break
+            for inner in entry.code.co_consts:  # resume functions of closures in torch 2.11
+                if isinstance(inner, types.CodeType) and id(inner) not in self._seen:
+                    self._mark(inner)
+                    if self._entries(inner):
+                        self._visit_code(inner, scope)
         if not entries:
             return
         for name in code.co_names:
