@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import stof_compile
@@ -195,6 +196,9 @@ WRITERS = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_masks_computed_before_a_hidden_write(write):
+    if write is written_in_a_branch and TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("Dynamo of torch 2.11 refuses torch.cond with a branch that writes")
+
     def call(q, k, v, b, c):
         mask = b * 2 + c
         added = write(b, c)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from model_inputs import BATCH, HEADS, HIDDEN, LENGTH, Built, padding_mask, token_ids
 from models_by_hand import HandWritten, hand_written
 from models_hugging_face import (
@@ -33,6 +34,7 @@ from models_torch_nn import (
     nn_mha,
     nn_transformer,
 )
+from torch.torch_version import TorchVersion
 
 __all__ = [
     "BATCH",
@@ -96,6 +98,8 @@ class ModelCase:
     notes: str = ""
 
 
+# Dynamo of torch 2.11 takes is_exporting() for True, and in exports transformers writes masks out
+FLAG_FOR_CAUSAL = TorchVersion(torch.__version__) >= (2, 13)
 BERT_NAMES = ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self")
 T5_NAMES = (
     "encoder.block.0.layer.0.SelfAttention",
@@ -178,7 +182,12 @@ CASES: tuple[ModelCase, ...] = (
     ),
     ModelCase("gemma2-eager-padded", partial(hf_gemma2, True), 2, static=2, padding=2),
     ModelCase(
-        "llama-sdpa-prefill", partial(hf_llama_prefill, "sdpa"), 2, causal=2, notes="fills a cache"
+        "llama-sdpa-prefill",
+        partial(hf_llama_prefill, "sdpa"),
+        2,
+        static=0 if FLAG_FOR_CAUSAL else 2,
+        causal=2 if FLAG_FOR_CAUSAL else 0,
+        notes="fills a cache",
     ),
     ModelCase("llama-eager-prefill", partial(hf_llama_prefill, "eager"), 2, static=2),
     ModelCase(
