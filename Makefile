@@ -1,6 +1,7 @@
 # make demo: install into .venv and run the main job.  make test: install and run every check.
 # make docs: the documentation as pages to read, in build/site.
-# All can be repeated; the installation runs again only when pyproject.toml or constraints.txt change.
+# make test-oldest: the tests under the oldest supported torch, in an environment of its own (.venv-oldest).
+# All can be repeated; the installation runs again only when pyproject.toml or the constraints change.
 #   PYTHON=python3.12 make test     another interpreter (3.10 to 3.13)
 #   JOBS=4 make test                more test processes (each uses one thread)
 #   STOF_INSTALL_BROWSER=1 make test    as root: installs Chromium for the tests of the HTML report
@@ -8,20 +9,24 @@
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CHECK := OMP_NUM_THREADS=1 $(BIN)/pytest -q --durations=10 -n $(JOBS) --dist worksteal
 # collecting all tests takes half a minute of two processes: only the files that have the mark
 MARKED = $$(grep -rl --include='test_*.py' $(1) tests)
 
-.PHONY: demo test lint types docs browser unit interpreter compile-only clean
+.PHONY: demo test test-oldest lint types docs browser unit interpreter compile-only clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/stof demo $(ARGS)
 
 test: lint types docs unit interpreter compile-only
+
+test-oldest:
+	$(MAKE) unit VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -52,11 +57,11 @@ compile-only: $(VENV)/.installed-test
 	$(CHECK) -m compile_only $(call MARKED,compile_only)
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis stof-dump
+	rm -rf $(VENV) .venv-oldest build .mypy_cache .pytest_cache .ruff_cache .hypothesis stof-dump
 
 # -- installation ---------------------------------------------------------------------------------
 
-$(VENV)/.installed-torch: constraints.txt
+$(VENV)/.installed-torch: $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); \
 	  sys.exit(0 if ok else "Python 3.10 to 3.13 is needed, %s is %d.%d: set PYTHON=..." % (sys.executable, *sys.version_info[:2]))'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,6 +69,6 @@ $(VENV)/.installed-torch: constraints.txt
 	$(PIP) install 'torch==$(TORCH)'
 	@touch $@
 
-$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml $(CONSTRAINTS)
+	$(PIP) install --no-build-isolation -c $(CONSTRAINTS) -e '.[$*]'
 	@touch $@
