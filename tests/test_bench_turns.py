@@ -59,7 +59,7 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
         begun(name)
     args = Namespace(
         out=tmp_path / "rows.csv", worker="bert-tiny/1x100", device="cpu", seconds=None,
-        tune_budget=1.0,
+        tune_budget=1.0, turn_seconds=None,
     )  # fmt: skip
     found = e2e._timed(args, held, "bert-tiny", e2e._Clock(args))
     assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
