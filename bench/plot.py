@@ -31,7 +31,7 @@ FIGURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
     ),
     "tuning": (
         ("tuning", "Seconds of tuning", figures.tuning),
-        ("overhead", "Bookkeeping, per cent of tuning", figures.bookkeeping),
+        ("overhead", "Bookkeeping of fusion", figures.bookkeeping),
     ),
     "operators": (("operators", "Operators fused and apart, and settings", figures.operators),),
     "passes": (("passes", "Passes: gain over torch.compile", figures.passes),),

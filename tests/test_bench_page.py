@@ -74,7 +74,8 @@ TESTED = {
     "tested_by": "scipy 1",
 }
 TUNED = {
-    "tuning_s": "20", "budget_s": "60", "trials": "99", "bookkeeping_percent": "2", "cold_s": "30",
+    "tuning_s": "20", "budget_s": "60", "trials": "99", "bookkeeping_s": "0.2",
+    "bookkeeping_percent": "2", "cold_s": "30",
     "plain_cold_s": "9", "warm_extra_s": "0.4", "gain": "1.1",
 }  # fmt: skip
 OPERATOR = {
