@@ -15,7 +15,7 @@ def commands(group):
         yield from commands(inner.typer_instance)
 
 
-@pytest.mark.parametrize("command", commands(app), ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", list(commands(app)), ids=lambda command: command.__name__)
 def test_an_option_with_its_own_name_as_metavar_spells_its_flag_out(command):
     """typer 0.27 would call ``--model MODEL`` ``--MODEL``."""
     for name, hint in get_type_hints(command, include_extras=True).items():
