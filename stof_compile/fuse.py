@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,17 @@ from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.rewrite import Segment, rewrite_segments
 from stof_compile.fusion.rope import RopeSite, find_rotations
 from stof_compile.fusion.rope_rewrite import rewrite_rotations
+from stof_compile.fusion_result import FusionResult
 from stof_compile.graph_copy import copy_graph
 from stof_compile.options import StofOptions
-from stof_compile.packing import Pack, PackedWeights, apply_packs, find_packs
+from stof_compile.packing import Pack, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
 from stof_compile.search.bench import LIBRARY, DeviceBench
 from stof_compile.search.compile_pool import start_pool
 from stof_compile.search.context import TuningContext
+from stof_compile.search.gated_choice import gated_recipes
 from stof_compile.search.initial import limits_of
 from stof_compile.search.pack_choice import choose_packs, prepare_packs
 from stof_compile.search.rope_choice import (
@@ -61,50 +63,6 @@ LEAST_SHARE = 0.5  # the same, where it is known how long the forms of the graph
 FORMS = 2  # that are compiled after the search
 COMPARING_S = 2.0  # to time the forms of a graph
 ROPE_SHARE = 0.25  # of the seconds left for the search, for products with rotations
-
-
-@dataclass
-class FusionResult:
-    """What fusion did to a graph.
-
-    Args:
-        chains: chain key -> plan, of the chains where a template was considered; products with
-            rotary embeddings are among them, as chains of two operations.
-        packs: pack key -> decision.
-        rotated: products whose rotations are in their epilogue.
-        apart: why other rotations stay apart from their product -> how many.
-        segments: segments replaced by a template.
-        folded: copies of transposed operands that products now read through strides.
-        packed: keeps packed weights equal to the originals; None where nothing is packed.
-        trials: candidates measured in this compile.
-        refusal: why fusion left the whole graph alone, empty where it did not.
-        unplanned: chains in words that a template takes a part of and that a plan made for other
-            graphs does not have.
-        seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
-            compiling_s, first_calls_s, timing_s: parts of that, as of ``DeviceBench``.
-    """
-
-    chains: dict[str, ChainPlan] = field(default_factory=dict)
-    packs: dict[str, PackPlan] = field(default_factory=dict)
-    rotated: int = 0
-    apart: dict[str, int] = field(default_factory=dict)
-    segments: int = 0
-    folded: int = 0
-    packed: PackedWeights | None = None
-    trials: int = 0
-    refusal: str = ""
-    unplanned: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    measuring_s: float = 0.0
-    compiling_s: float = 0.0
-    first_calls_s: float = 0.0
-    timing_s: float = 0.0
-
-    @property
-    def changed(self) -> bool:
-        """Whether the graph is another one than before."""
-        packed = any(pack.packed for pack in self.packs.values())
-        return self.segments > 0 or self.rotated > 0 or self.folded > 0 or packed
 
 
 def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
@@ -168,7 +126,7 @@ class Fusion:
         identity: str = "",
     ) -> None:
         self._gm, self._facts, self._opts, self._store = gm, facts, opts, store
-        self._plan, self._identity = plan, identity
+        self._plan = plan
         self.refusal = fusion_refusal(gm, facts)
         self._device = device_facts(facts.device)
         self._templates = tuple(t for t in TEMPLATES if self._device.kind in t.device_kinds)
@@ -180,6 +138,11 @@ class Fusion:
             forced=opts.fusion if opts.fusion not in ("auto", "off") else "",
             measure=opts.tune_budget_s > 0, limits=limits_of(self._device.capability),
         )  # fmt: skip
+        self._identity = identity
+        if identity and plan is None and self._context.measure and not self.refusal:
+            # where other projections may be packed, other products are to be measured
+            packs, _ = self._packs(gm, facts)
+            self._identity = " ".join([identity, *sorted({pack.key for pack in packs})])
 
     def __enter__(self) -> Fusion:
         if self._will_measure and self._device.is_cuda:
@@ -211,8 +174,8 @@ class Fusion:
         static = StaticValues(gm.graph, self._facts.static.buffers)
         facts = replace(self._facts, static=static)
         fold_transposes(gm, facts)
-        packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
-        prepare_packs(gm, packs, self._context)
+        packs, _ = self._packs(gm, facts)
+        prepare_packs(gm, packs, self._context, self._gated(gm, facts, packs))
         prepare_rotations(_packed_rotations(gm, facts, packs), self._context)
         _, tuners = self._tuners(gm, facts)
         for tuner in tuners:
@@ -252,10 +215,32 @@ class Fusion:
             )
         return result
 
+    def _packs(
+        self, gm: GraphModule, facts: CaptureFacts
+    ) -> tuple[list[Pack], dict[str, PackPlan]]:
+        """The packs of a graph whose copies have room; pack key -> the refusal of others."""
+        found = find_packs(gm, facts)
+        packs, refused = within_memory(found, parameter_bytes(gm, facts), self._opts.pack_memory)
+        alike = {key: [pack for pack in found if pack.key == key] for key in refused}
+        return packs, {
+            key: PackPlan(False, same[0].sizes, "rules", reason=refused[key], count=len(same))
+            for key, same in alike.items()
+        }
+
+    def _gated(
+        self, gm: GraphModule, facts: CaptureFacts, packs: Sequence[Pack]
+    ) -> dict[str, Recipe]:
+        """Segments that a template may compute at once if their projections stay apart."""
+        if not self._templates or all(pack.role != "gate_up" for pack in packs):
+            return {}
+        return gated_recipes(gm, find_chains(gm, facts), packs)
+
     def _pack_projections(self, result: FusionResult) -> None:
         gm, facts = self._gm, self._facts
-        packs, _ = within_memory(find_packs(gm, facts), parameter_bytes(gm, facts))
-        result.packs = choose_packs(gm, packs, self._context, on_gpu=self._device.is_cuda)
+        packs, result.refused_packs = self._packs(gm, facts)
+        gated = self._gated(gm, facts, packs)
+        on_gpu = self._device.is_cuda
+        result.packs = choose_packs(gm, packs, self._context, on_gpu=on_gpu, gated=gated)
         taken = [pack for pack in packs if result.packs[pack.key].packed]
         if taken:
             result.packed = apply_packs(gm, facts, taken)

@@ -26,7 +26,8 @@ from stof_compile.dump import Record, graph_text
 from stof_compile.emit import erase_unused
 from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
-from stof_compile.fuse import Fusion, FusionResult
+from stof_compile.fuse import Fusion
+from stof_compile.fusion_result import FusionResult
 from stof_compile.graph_copy import copy_graph
 from stof_compile.graph_key import graph_key, graph_words
 from stof_compile.normalize import normalize

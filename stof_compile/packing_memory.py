@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from stof_compile.capture import CaptureFacts
-from stof_compile.packing_search import Pack, PackRefusal, packs_bytes
-
-MEMORY_SLACK = 0.30  # of the model's parameters: Q/K/V is 19 % of BERT-base, 10 % of a 1B LLaMA
+from stof_compile.packing_search import Pack, packs_bytes
 
 
 def parameter_bytes(gm: GraphModule, facts: CaptureFacts) -> int:
@@ -30,32 +28,34 @@ def parameter_bytes(gm: GraphModule, facts: CaptureFacts) -> int:
 
 
 def within_memory(
-    packs: Sequence[Pack], model_bytes: int, slack: float = MEMORY_SLACK
-) -> tuple[list[Pack], list[PackRefusal]]:
+    packs: Sequence[Pack], model_bytes: int, share: float
+) -> tuple[list[Pack], dict[str, str]]:
     """Choose the packs whose copies fit beside the model.
 
     Layers of one key are taken or refused together; Q/K/V comes first, gate and up last.
 
     Args:
         packs: packs of one graph. model_bytes: see :func:`parameter_bytes`.
-        slack: share of ``model_bytes`` that the copies may take together.
+        share: of ``model_bytes``, what the copies may take together (option ``pack_memory``).
     Returns:
-        (the packs that fit, in the order given; refusals of the others).
+        (the packs that fit, in the order given; key -> why those of that key do not).
     """
     order = {"attention": 0, "other": 1, "gate_up": 2}
     keys = dict.fromkeys(p.key for p in sorted(packs, key=lambda p: order[p.role]))
     taken: list[Pack] = []
-    refusals = []
+    refused = {}
     for key in keys:
         layers = [p for p in packs if p.key == key]
         together = packs_bytes([*taken, *layers])
-        if together <= slack * model_bytes:
+        if together <= share * model_bytes:
             taken += layers
             continue
-        reason = (
-            f"{together / 1e6:.1f} MB of packed copies are above {slack:.0%} of the model's "
+        refused[key] = (
+            f"{together / 1e6:.1f} MB of packed copies would be above {share:.0%} of the model's "
             f"{model_bytes / 1e6:.1f} MB"
         )
-        refusals += [PackRefusal(p.nodes, reason) for p in layers]
+        if model_bytes:
+            enough = (100 * together // model_bytes + 1) / 100
+            refused[key] += f" (option pack_memory={enough:g} allows them)"
     chosen = {id(p) for p in taken}
-    return [p for p in packs if id(p) in chosen], refusals
+    return [p for p in packs if id(p) in chosen], refused

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stof_compile.errors import StofPlanError
-from stof_compile.fuse import FusionResult
-from stof_compile.plan import AttentionPlan, Plan, PlanFile
+from stof_compile.fusion_result import FusionResult
+from stof_compile.plan import AttentionPlan, PackPlan, Plan, PlanFile
 
 MAX_TOLD = 4  # graphs of a file that an error describes
 
@@ -24,7 +24,8 @@ def refuse_other_plan(
 
     The plan of this very graph has to fit as a whole. Where the file has none, one of its graphs
     has to: all of its chains and packs are found here, or it has none and its attention is. A graph
-    in which there is nothing to be chosen needs no plan.
+    in which there is nothing to be chosen needs no plan. Projections that a plan packs have to have
+    room for their copies here, too.
 
     Args:
         followed: what ``file.for_graph`` gave. attention: problem key -> choice, of this graph.
@@ -34,6 +35,13 @@ def refuse_other_plan(
     """
     if result.refusal:
         return
+    for key, pack in followed.packs.items():
+        if pack.packed and key in result.refused_packs:
+            raise StofPlanError(
+                f"plan {where} packs projections of {_rows(pack)} rows, and here "
+                f"{result.refused_packs[key].reason}: give the option pack_memory that the plan "
+                "was made with, or tune again"
+            )
     if followed.graph:
         missing = _missing(followed, result)
         if missing:
@@ -76,7 +84,11 @@ def _missing(plan: Plan, result: FusionResult) -> list[str]:
         if key not in result.chains
     ]
     return missing + [
-        f"projections of {' + '.join(map(str, pack.sizes))} rows"
+        f"projections of {_rows(pack)} rows"
         for key, pack in plan.packs.items()
-        if key not in result.packs
+        if key not in result.packs and key not in result.refused_packs
     ]
+
+
+def _rows(pack: PackPlan) -> str:
+    return " + ".join(map(str, pack.sizes))

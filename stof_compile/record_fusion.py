@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from stof_compile.dump import Record
-from stof_compile.fuse import FusionResult
+from stof_compile.fusion_result import FusionResult
 
 logger = logging.getLogger("stof_compile")
 
@@ -17,7 +17,7 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         logger.info("operators are left to Inductor: %s", result.refusal)
         return
     record.chains = sorted(result.chains.values(), key=lambda chain: -chain.count)
-    record.packs = list(result.packs.values())
+    record.packs = [*result.packs.values(), *result.refused_packs.values()]
     if result.folded:
         record.notes.append(f"copies of transposed operands folded into products: {result.folded}")
     if result.rotated:

@@ -77,7 +77,7 @@ def _config(segment: SegmentPlan) -> str:
 
 def _pack_line(pack: PackPlan) -> str:
     sizes = " + ".join(map(str, pack.sizes))
-    times = ""
+    times = f": {pack.reason}" if pack.reason else ""
     if pack.separate_us is not None and pack.packed_us is not None:
         times = f", {pack.separate_us:.1f} us apart, {pack.packed_us:.1f} us packed"
     verb = "packed" if pack.packed else "left apart"

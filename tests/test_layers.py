@@ -39,7 +39,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"inductor", "kernel_facts", "register_limit", "dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
-        | {"fuse", "record_fusion", "verdict", "plan_fit", "rank_plan", "improve", "forms"}
+        | {"fuse", "fusion_result", "record_fusion", "verdict", "plan_fit", "rank_plan"}
+        | {"improve", "forms"}
     ),
     frozenset(
         {"backend", "cli", "demo", "integrations", "tune", "tune_print", "tune_subject", "zoo"}

@@ -18,6 +18,7 @@ def test_defaults():
     options = StofOptions.from_compile_kwargs()
     assert options.attention == "auto"
     assert options.tune_budget_s == 60.0
+    assert options.pack_memory == 0.3
     assert options.mask is None
     assert options.inductor == {}
 
@@ -39,6 +40,12 @@ def test_defaults():
         ({"tune_budget_s": 10**400}, ["finite"]),
         ({"tune_budget_s": "60"}, ["number of seconds", "'60' (str)"]),
         ({"tune_budget_s": True}, ["number of seconds"]),
+        ({"pack_memory": -0.1}, [">= 0", "-0.1", "0 packs nothing"]),
+        ({"pack_memory": float("nan")}, ["finite"]),
+        ({"pack_memory": 10**400}, ["finite"]),
+        ({"pack_memory": "1"}, ["a number", "'1' (str)"]),
+        ({"pack_memory": True}, ["a number"]),
+        ({"pack_memry": 1}, ["did you mean 'pack_memory'"]),
         ({"seed": 1.5}, ["'seed' must be an int"]),
         ({"seed": True}, ["'seed' must be an int"]),
         ({"seed": -1}, ["'seed' must be in"]),
@@ -103,6 +110,7 @@ def test_accepted(tmp_path):
         mode="reduce-overhead",
         mask={"encoder.layer.0": mask, "decoder.*": mask},
         tune_budget_s=0,
+        pack_memory=1,
         dump_dir=str(tmp_path),
         cache_dir=tmp_path / "new",
         inductor={"max-autotune": True},
@@ -110,6 +118,7 @@ def test_accepted(tmp_path):
     assert options.dump_dir == tmp_path
     assert isinstance(options.cache_dir, Path)
     assert options.tune_budget_s == 0.0
+    assert type(options.pack_memory) is float and options.to_json()["pack_memory"] == 1.0
     assert options.inductor == {"max_autotune": True}
     plain = options.to_json()
     assert plain["mask"]["decoder.*"].startswith("bool tensor (4, 4)")

@@ -1,14 +1,16 @@
 """Which projections that share an input become one product.
 
 On a GPU the best candidate of the packed product (library or template) stands against the sum of
-the best of each. On a CPU, where times scatter, both forms run in turns and Welch's test decides.
+the best of each; where a template takes a gated MLP's two products and what joins them at once, the
+packed product and a kernel behind it stand against that, in turns. On a CPU, where times scatter,
+both forms run in turns and Welch's test decides.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -25,6 +27,7 @@ from stof_compile.plan import PackPlan
 from stof_compile.search.bench import Candidate
 from stof_compile.search.context import TuningContext
 from stof_compile.search.draw import draw_candidates
+from stof_compile.search.gated_choice import joining
 from stof_compile.search.stage1 import SAMPLES
 
 log = logging.getLogger("stof_compile")
@@ -34,12 +37,17 @@ MIN_GAIN = 0.02  # share of the time that packing must save on a GPU: it costs m
 ROUNDS = 10
 
 
-def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool) -> PackPlan:
+def choose_pack(
+    gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool, gated: Recipe | None = None
+) -> PackPlan:
     """Decide about all packs of one key.
 
     Args:
         pack: one of them. on_gpu: which of the two ways of measuring is used.
+        gated: the segment from its products to where they are joined (see ``gated_choice``).
     """
+    if gated is not None and (not on_gpu or ctx.bench.first(gated) is None):
+        gated = None  # no template takes it
     if ctx.plan is not None:
         held = ctx.plan.packs.get(pack.key)
         if held is None:
@@ -47,7 +55,7 @@ def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool
         return replace(held, source="plan")
     if not ctx.measure:
         return PackPlan(False, pack.sizes, "rules", reason="nothing may be measured")
-    key = f"{pack.key} {fp32_products()}"
+    key = f"{pack.key} {fp32_products()}{' beside ' + gated.key if gated else ''}"
     held_value = None if ctx.store is None else ctx.store.get(STORE_KIND, key)
     if held_value is not None:
         try:
@@ -56,9 +64,11 @@ def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool
             log.warning("a stored decision cannot be read (%r) and is made anew", error)
     if ctx.budget.spent:
         return PackPlan(False, pack.sizes, "rules", reason="the time budget was spent")
-    decide = _by_trials if on_gpu else _by_rounds
     try:
-        plan = decide(gm, pack, ctx)
+        if gated is not None:
+            plan = _against_gated(gm, pack, gated, ctx)
+        else:
+            plan = _by_trials(gm, pack, ctx) if on_gpu else _by_rounds(gm, pack, ctx)
     except KeyboardInterrupt:
         log.warning("tuning interrupted: going on with the best that was measured")
         ctx.budget.stop()
@@ -69,10 +79,31 @@ def choose_pack(gm: GraphModule, pack: Pack, ctx: TuningContext, *, on_gpu: bool
 
 
 def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
-    apart = sum(_best_us(_product(gm, pack, (i,)), ctx) for i in range(len(pack.sizes)))
-    together = _best_us(_product(gm, pack, range(len(pack.sizes))), ctx)
+    apart = sum(_best(_product(gm, pack, (i,)), ctx)[0] for i in range(len(pack.sizes)))
+    together = _best(_product(gm, pack, range(len(pack.sizes))), ctx)[0]
+    return _measured(pack, apart, together, f"{apart:.1f} us apart, {together:.1f} us packed")
+
+
+def _against_gated(gm: GraphModule, pack: Pack, gated: Recipe, ctx: TuningContext) -> PackPlan:
+    rest = joining(gated)
+    assert rest is not None, "gated_recipes gives those that have one"
+    product = _product(gm, pack, range(len(pack.sizes)))
+    found = [(recipe, *_best(recipe, ctx)) for recipe in (gated, product, rest)]
+    apart = together = math.inf
+    if all(math.isfinite(us) for _, us, _ in found) and not ctx.budget.spent:
+        one, *two = [(recipe, candidate) for recipe, _, candidate in found]
+        apart, together = ctx.bench.compare([[one], two])
+    return _measured(
+        pack,
+        apart,
+        together,
+        f"{apart:.1f} us by {found[0][2].template} with what joins them, {together:.1f} us packed "
+        "and joined",
+    )
+
+
+def _measured(pack: Pack, apart: float, together: float, reason: str) -> PackPlan:
     packed = together < apart * (1 - MIN_GAIN)
-    reason = f"{apart:.1f} us apart, {together:.1f} us packed"
     known = math.isfinite(apart) and math.isfinite(together)
     return PackPlan(
         packed and known,
@@ -84,20 +115,22 @@ def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
     )
 
 
-def _best_us(recipe: Recipe, ctx: TuningContext) -> float:
-    """Microseconds of the best of the library and some candidates of the templates."""
+def _best(recipe: Recipe, ctx: TuningContext) -> tuple[float, Candidate]:
+    """The best of the library and some candidates of the templates, with its microseconds."""
     candidates = _drawn(recipe, ctx)
     ctx.bench.prepare(recipe, candidates)
-    best = math.inf
+    best, winner = math.inf, candidates[0]
     for candidate in candidates:
         if ctx.budget.spent:
             break
         known = ctx.bench.known(recipe, candidate) is not None
-        best = min(best, ctx.bench.trial(recipe, candidate).cost_us)
+        us = ctx.bench.trial(recipe, candidate).cost_us
+        if us < best:
+            best, winner = us, candidate
         if not known:
             ctx.trials += 1
             ctx.progress("projections", best, ctx.trials)
-    return best
+    return best, winner
 
 
 def _drawn(recipe: Recipe, ctx: TuningContext) -> list[Candidate]:
@@ -157,24 +190,40 @@ def _product(gm: GraphModule, pack: Pack, which: Sequence[int] | range) -> Recip
 
 
 def choose_packs(
-    gm: GraphModule, packs: Sequence[Pack], ctx: TuningContext, *, on_gpu: bool
+    gm: GraphModule,
+    packs: Sequence[Pack],
+    ctx: TuningContext,
+    *,
+    on_gpu: bool,
+    gated: Mapping[str, Recipe],
 ) -> dict[str, PackPlan]:
-    """Decide about the packs of a graph: key -> decision, with the number of its groups."""
+    """Decide about the packs of a graph: key -> decision, with the number of its groups.
+
+    Args:
+        on_gpu: which way of measuring is used. gated: see :func:`gated_recipes`.
+    """
     alike: dict[str, list[Pack]] = {}
     for pack in packs:
         alike.setdefault(pack.key, []).append(pack)
     chosen = {}
     for key, group in alike.items():
-        plan = choose_pack(gm, group[0], ctx, on_gpu=on_gpu)
+        plan = choose_pack(gm, group[0], ctx, on_gpu=on_gpu, gated=gated.get(key))
         nbytes = packs_bytes(group) if plan.packed else 0
         chosen[key] = replace(plan, count=len(group), nbytes=nbytes)
     return chosen
 
 
-def prepare_packs(gm: GraphModule, packs: Sequence[Pack], ctx: TuningContext) -> None:
+def prepare_packs(
+    gm: GraphModule, packs: Sequence[Pack], ctx: TuningContext, gated: Mapping[str, Recipe]
+) -> None:
     """Have the candidates compiled that :func:`choose_packs` will ask for on a GPU."""
     for pack in {pack.key: pack for pack in packs}.values():
         count = len(pack.sizes)
-        for which in (*((i,) for i in range(count)), range(count)):
-            recipe = _product(gm, pack, which)
+        whole = gated.get(pack.key)
+        if whole is None or ctx.bench.first(whole) is None:
+            recipes = [_product(gm, pack, (i,)) for i in range(count)]
+        else:
+            rest = joining(whole)
+            recipes = [whole] if rest is None else [whole, rest]
+        for recipe in (*recipes, _product(gm, pack, range(count))):
             ctx.bench.prepare(recipe, _drawn(recipe, ctx))

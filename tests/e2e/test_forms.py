@@ -8,7 +8,8 @@ from torch import nn
 
 from stof_compile import explain, forms, masks, verdict
 from stof_compile.budget import Budget
-from stof_compile.fuse import Fusion, FusionResult, search_budget
+from stof_compile.fuse import Fusion, search_budget
+from stof_compile.fusion_result import FusionResult
 from stof_compile.verdict import AS_TORCH
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 def rotated(monkeypatch, fresh_dynamo):
     """Q/K/V are packed, and the template's first config runs where it can."""
 
-    def packs(gm, found, ctx, *, on_gpu):
+    def packs(gm, found, ctx, *, on_gpu, gated):
         return {p.key: PackPlan(p.role == "attention", p.sizes, "forced") for p in found}
 
     def rotation(recipe, ctx):

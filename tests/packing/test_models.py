@@ -1,5 +1,6 @@
 """What is packed of whole models, that nothing else changes, and the memory it takes."""
 
+import re
 from functools import partial
 
 import pytest
@@ -8,8 +9,11 @@ from e2e import models
 from e2e.running import assert_same
 from packed_projections import packed
 
+from stof_compile.options import StofOptions
 from stof_compile.packing import ALREADY_PACKED, packs_bytes
 from stof_compile.packing_memory import within_memory
+
+SHARE = StofOptions().pack_memory
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def test_distilbert(distilbert, fresh_dynamo):
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert packs_bytes(backend.packs) == 6 * 3 * (768 * 768 + 768) * 4
-    taken, refused = within_memory(backend.packs, backend.model_bytes)
+    taken, refused = within_memory(backend.packs, backend.model_bytes, SHARE)
     assert len(taken) == 6 and not refused
 
 
@@ -88,10 +92,15 @@ def test_memory(fresh_dynamo):
     gated = [p for p in backend.packs if p.role == "gate_up"]
     assert len(attention) == len(gated) == 2
     total = packs_bytes(backend.packs)
-    assert within_memory(backend.packs, total, 1.0) == (backend.packs, [])
-    taken, refused = within_memory(backend.packs, backend.model_bytes)
-    assert taken == attention and len(refused) == 2
-    assert "above 30% of the model's" in refused[0].reason
-    assert within_memory(backend.packs, backend.model_bytes, 0.0)[0] == []
+    assert within_memory(backend.packs, total, 1.0) == (backend.packs, {})
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert backend.model_bytes == parameters
+    taken, refused = within_memory(backend.packs, parameters, SHARE)
+    assert taken == attention and list(refused) == [gated[0].key]
+    assert "above 30% of the model's" in refused[gated[0].key]
+    told = re.search(r"option pack_memory=([\d.]+) allows", refused[gated[0].key])
+    assert within_memory(backend.packs, parameters, float(told.group(1))) == (backend.packs, {})
+    assert 0 < float(told.group(1)) - total / parameters <= 0.01
+    assert within_memory(backend.packs, parameters, 0.0)[0] == []
+    buffers_alone = within_memory(backend.packs, 0, 1.0)[1].values()
+    assert not any("pack_memory" in reason for reason in buffers_alone)  # no share is enough
