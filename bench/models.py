@@ -8,6 +8,7 @@ sequences mean nothing, and STOF's option leaves it alone as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -101,6 +102,30 @@ def masked_model(
     return build_model(name, seq, "sdpa", seed, dtype, device), {"attention_mask": mask}
 
 
+def flex_model(
+    name: str,
+    seq: int,
+    seed: int,
+    blocks: Mapping[str, BlockMask],
+    options: Any,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> nn.Module:
+    """A model that calls FlexAttention with the block mask of each role.
+
+    T5's learned bias is a table of distances (:func:`keep_table`), as an expert would write it.
+
+    Args:
+        blocks, options: as :func:`register_flex` takes them.
+    """
+    register_flex(blocks, options, torch.device(device))
+    model = build_model(name, seq, FLEX_NAME, seed, dtype, device)
+    for module in model.modules():
+        if getattr(module, "has_relative_attention_bias", False):
+            keep_table(module, seq)
+    return model
+
+
 def caller(
     model: Callable[..., Any], names: Mapping[str, Any], extra: Mapping[str, Tensor]
 ) -> Callable[..., Tensor]:
@@ -132,9 +157,7 @@ def register_masked() -> None:
 def register_flex(blocks: Mapping[str, BlockMask], options: Any, device: torch.device) -> None:
     """Make ``attn_implementation=FLEX_NAME`` call FlexAttention with the block mask of the role.
 
-    A role without a block mask is dense.
-    T5's learned bias depends on the distance alone: it is read from a table of distances, as an
-    expert would write it.
+    A role without a block mask is dense. A bias is a table of distances ``[1, H, 1, 2S - 1]``.
 
     On a CPU FlexAttention is compiled apart from the model: Inductor's CPU template cannot read a
     query that is a view of a linear's output (torch 2.13), so it needs a graph break around it.
@@ -159,7 +182,8 @@ def register_flex(blocks: Mapping[str, BlockMask], options: Any, device: torch.d
         role = module.bench_role
         score = None
         if position_bias is not None and role != "cross":  # cross-attention's bias is zero
-            table, offset = distance_table(position_bias), position_bias.shape[2] - 1
+            assert position_bias.shape[2] == 1, "T5's bias is a table: keep_table was called"
+            table, offset = position_bias[0, :, 0], position_bias.shape[3] // 2
 
             def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return s + table[h, k - q + offset]
@@ -177,6 +201,22 @@ def register_flex(blocks: Mapping[str, BlockMask], options: Any, device: torch.d
         return out.transpose(1, 2), None
 
     _register(FLEX_NAME, attend)
+
+
+@torch.no_grad()
+def keep_table(module: Any, tokens: int) -> None:
+    """Have T5's attention, whose learned bias depends on ``k - q`` alone, keep it as a table.
+
+    It is made of the weights before the model is compiled, and is what the layers share in place of
+    the bias ``[1, H, S, S]``. Made inside the model it would not stay a table: FlexAttention's
+    template takes what its score function reads and nothing has stored yet into its inner loop, so
+    that each score computes the logarithm of its distance (torch 2.11 to 2.13). And Inductor fails
+    where ``torch.cat`` makes it for a GPU ("argument is not comparable", torch 2.11 and 2.12): it
+    is the decoder's ``torch.min(k - q, 0)`` at an index that the cat hides in an Identity.
+    """
+    table = distance_table(module.compute_bias(tokens, tokens))
+    module.register_buffer("bench_table", table[None, :, None], persistent=False)
+    module.compute_bias = MethodType(lambda self, *args, **kwargs: self.bench_table, module)
 
 
 def distance_table(position_bias: Tensor) -> Tensor:

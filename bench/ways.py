@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from cases import RANDOM_BLOCK, Cell, dense_mask, mask_spec, table2_cell
-from models import FLEX_NAME, build_model, caller, masked_model, register_flex, roles
+from models import build_model, caller, flex_model, masked_model, roles
 from peers import M64, SAFE, Setup, split_block_mask
 from torch import Tensor
 
@@ -163,8 +163,10 @@ def compile_model(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], An
             for role in roles(subject.model)
             if role != "cross"
         }
-        register_flex(blocks, _flex_options(cell) if cuda else {}, setup.device)
-        model = build_model(subject.model, subject.seq, FLEX_NAME, *given)
+        chosen = _flex_options(cell) if cuda else {}
+        model = flex_model(
+            subject.model, subject.seq, subject.seed, blocks, chosen, cell.torch_dtype, setup.device
+        )
         compiled = torch.compile(model, dynamic=False, mode=way.mode)
         return caller(compiled, dict.fromkeys(subject.names), {}), compiled
     model = build_model(subject.model, subject.seq, way.implementation, *given)
