@@ -67,16 +67,6 @@ def emit(
     return [out.node if isinstance(out, Proxy) else out for out in outputs]
 
 
-def erase_unused(graph: Graph) -> int:
-    """Erase nodes written by ``emit`` that nothing reads; returns how many."""
-    count = 0
-    for node in reversed(list(graph.nodes)):
-        if "stof_emitted" in node.meta and not node.users:
-            graph.erase_node(node)
-            count += 1
-    return count
-
-
 def fake_result(node: Node) -> Any:
     """Run a node on the example values of its inputs under their fake mode; None when an input has
     no value."""

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from stof_compile.between import writer_between
 from stof_compile.capture import CaptureFacts
+from stof_compile.dead_code import erase_dead
 from stof_compile.emit import in_fake_mode
 from stof_compile.example_values import is_static, update_values
 from stof_compile.node_ops import (
@@ -72,6 +73,8 @@ def fold_transposes(gm: GraphModule, facts: CaptureFacts) -> int:
         gm.graph.erase_node(node)
         update_values(gm.graph, source)
         count += 1
+    if count:
+        erase_dead(gm.graph)
     return count
 
 

@@ -21,9 +21,9 @@ from stof_compile.attention.resolve import resolve_masks
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
+from stof_compile.dead_code import erase_dead
 from stof_compile.device import device_facts
 from stof_compile.dump import Record, graph_text
-from stof_compile.emit import erase_unused
 from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
 from stof_compile.fuse import Fusion
@@ -152,7 +152,7 @@ def _rewrite(
         started = time.monotonic()
         reports = lower_attention(gm, sites, resolved, ctx)
         record.timings_s["attention"] = time.monotonic() - started
-        erase_unused(gm.graph)  # views and mask parts written for sites that stayed
+        erase_dead(gm.graph)  # views and mask parts written for sites that stayed
         record_sites(reports, record)
         if operators is not None:
             fusion = operators.run(form_s)

@@ -61,6 +61,12 @@ RANDOM = frozenset(
         "manual_seed",
     }
 )  # fmt: skip
+DROPOUTS = frozenset(
+    {
+        "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+        "dropout1d", "dropout2d", "dropout3d",
+    }
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -18,10 +18,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from stof_compile.capture import CaptureFacts
+from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit, fake_result
 from stof_compile.expand_multihead import expand_encoder_layers, expand_multihead
 from stof_compile.memory import source_of_memory, storage_base
 from stof_compile.node_ops import (
+    DROPOUTS,
     INPLACE_OPERATORS,
     argument,
     is_cast,
@@ -46,21 +48,20 @@ FUNCTIONAL_TWINS = frozenset(
     }
 )  # fmt: skip
 RESHAPES = frozenset({"dropout", "view", "reshape", "flatten", "unflatten", "contiguous"})
-DROPOUTS = frozenset(
-    {
-        "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-        "dropout1d", "dropout2d", "dropout3d",
-    }
-)  # fmt: skip
 
 
 def normalize(gm: GraphModule, facts: CaptureFacts) -> dict[str, int]:
-    """Run every pass once, in order.
+    """Run every pass once, in order; no dead code is left, neither theirs nor Dynamo's.
 
     Returns:
         Pass name -> number of rewrites.
     """
-    counts = {rewrite.__name__: rewrite(gm.graph, facts) for rewrite in PASSES}
+    counts = {}
+    erase_dead(gm.graph)
+    for rewrite in PASSES:
+        counts[rewrite.__name__] = rewrite(gm.graph, facts)
+        if counts[rewrite.__name__]:
+            erase_dead(gm.graph)
     gm.recompile()
     return counts
 

@@ -11,7 +11,7 @@ Source: QKV fusion of the Graph Surgeon write-up; the legality rules are ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.capture import CaptureFacts, add_buffer
+from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit
 from stof_compile.example_values import update_values
 from stof_compile.node_ops import dtype_of
@@ -70,6 +71,8 @@ def apply_packs(gm: GraphModule, facts: CaptureFacts, packs: Sequence[Pack]) -> 
         if any(pack.biases):
             operands.append(buffers.packed("bias", pack, pack.biases, number))
         _rewrite(gm.graph, pack, nodes, operands)
+    if packs:
+        erase_dead(gm.graph)  # reshapes of x, transposes of weights
     return PackedWeights(buffers.slices)
 
 
@@ -144,15 +147,5 @@ def _rewrite(graph: Graph, pack: Pack, nodes: Mapping[str, Node], operands: Sequ
         result.replace_all_uses_with(new)
         written.append(new)
     update_values(graph, *written)
-    layers = [nodes[name] for name in pack.nodes]
-    sources = {source for node in layers for source in node.all_input_nodes}.difference(layers)
-    for node in reversed(layers):
-        graph.erase_node(node)
-    _erase_unread(graph, sources)
-
-
-def _erase_unread(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erase views nobody reads any more: reshapes of x, transposes of weights."""
-    for node in sorted(nodes, reverse=True):
-        if node.op in ("call_function", "call_method") and not node.users:
-            graph.erase_node(node)
+    for name in reversed(pack.nodes):
+        graph.erase_node(nodes[name])

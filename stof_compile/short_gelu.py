@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit, fake_result
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -72,6 +73,8 @@ def shorten_gelu(gm: GraphModule) -> int:
             node.replace_all_uses_with(short)
             gm.graph.erase_node(node)
             count += 1
+    if count:
+        erase_dead(gm.graph)
     return count
 
 

@@ -16,6 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"measure", "replay", "store", "capture", "normalize"}
         | {
             "compiled_root",
+            "dead_code",
             "emit",
             "folded",
             "short_gelu",

@@ -17,6 +17,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from stof_compile.attention.call import KernelCall
 from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
+from stof_compile.dead_code import erase_with_inputs
 from stof_compile.emit import emit
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing_consumers import memory_order, order_matters
@@ -132,7 +133,7 @@ def replace_output(
     new = _in_memory_order(gm, old, new)
     old.replace_all_uses_with(new)
     old.meta[REPLACED] = new
-    erase_dead(gm, old)
+    erase_with_inputs(old)
 
 
 def _in_memory_order(gm: GraphModule, old: Node, new: Node) -> Node:
@@ -147,35 +148,3 @@ def _in_memory_order(gm: GraphModule, old: Node, new: Node) -> Node:
     back = [order.index(d) for d in range(len(order))]
     (copied,) = emit(gm.graph, old, old, lambda t: t.permute(order).contiguous().permute(back), new)
     return copied
-
-
-def erase_dead(gm: GraphModule, start: Node) -> int:
-    """Erase ``start`` and what only it used; nodes that may have an effect stay.
-
-    Returns:
-        The number of nodes erased.
-    """
-    stack, erased = [start], 0
-    while stack:
-        node = stack.pop()
-        if (
-            node._erased
-            or node.users
-            or node.op not in ("call_function", "call_method", "get_attr")
-            or _has_effect(node)
-        ):
-            continue
-        inputs = list(node.all_input_nodes)
-        gm.graph.erase_node(node)
-        erased += 1
-        stack.extend(inputs)
-    return erased
-
-
-def _has_effect(node: Node) -> bool:
-    """In-place methods and functions end with one underscore; torch marks other impure nodes
-    itself."""
-    method = node.op == "call_method"
-    name = str(node.target) if method else getattr(node.target, "__name__", "")
-    inplace = name.endswith("_") and not name.endswith("__")
-    return inplace or "out" in node.kwargs or (node.op == "call_function" and node.is_impure())

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit
 from stof_compile.fusion.chain import OpChain
 from stof_compile.fusion.read_recipe import segment_operands
@@ -61,4 +62,6 @@ def rewrite_segments(
         for name in reversed(segment.nodes):
             gm.graph.erase_node(nodes[name])
         replaced[last.name] = result
+    if calls:
+        erase_dead(gm.graph)
     return len(calls)

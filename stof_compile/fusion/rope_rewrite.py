@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit
 from stof_compile.example_values import update_values
 from stof_compile.fusion.rope import RopeSite
@@ -27,6 +28,8 @@ def rewrite_rotations(
     nodes = {node.name: node for node in gm.graph.nodes}
     for site, call in calls:
         _rewrite(gm, site, call, nodes)
+    if calls:
+        erase_dead(gm.graph)
     return len(calls)
 
 
@@ -64,6 +67,3 @@ def _rewrite(
     gone = [nodes[name] for name in (*site.inside, site.product)]
     for node in sorted(gone, reverse=True):
         graph.erase_node(node)
-    for name in reversed(site.views):
-        if not nodes[name].users:
-            graph.erase_node(nodes[name])

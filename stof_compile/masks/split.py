@@ -97,8 +97,7 @@ def split_mask(gm: GraphModule, facts: CaptureFacts, site: AttentionSite) -> Mas
     """Take the mask of a site apart.
 
     New nodes (reshapes and conjunctions of parts) are written in front of the site; those that
-    stay unused are erased
-    by ``emit.erase_unused``.
+    stay unused are erased by ``dead_code.erase_dead``.
     """
     walk = MaskTree(facts.static, site.output)
     for term in site.terms:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from stof_compile.attention.match import match_attention
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.capture import CaptureFacts, read_capture
-from stof_compile.emit import erase_unused
+from stof_compile.dead_code import erase_dead
 from stof_compile.masks.split import MaskParts, split_mask
 from stof_compile.normalize import normalize
 
@@ -55,7 +55,7 @@ class Recorder(list):
         for site, part in zip(sites, parts, strict=True):
             if site.form in ("sdpa", "softmax") and part.static_graph is None:
                 replace(gm, site, part)
-        erase_unused(gm.graph)
+        erase_dead(gm.graph)
         gm.graph.lint()
         self.append(Graph(gm, facts, passes, again, sites, misses, parts))
         gm.recompile()
