@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.scheme import Scheme
-from stof_compile.plan import ChainPlan, MovePlan, SegmentPlan
+from stof_compile.plan import ChainPlan, SegmentPlan
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
 from stof_compile.search.draw import draw_candidates, within_reach
 from stof_compile.search.initial import initial_scheme
@@ -17,14 +18,13 @@ from stof_compile.search.learned import Learned
 from stof_compile.search.segments import ChainSegments, Span, finite
 from stof_compile.search.stage1 import SAMPLES, MoveRecord, search_scheme
 from stof_compile.search.stage2 import sample_configs
+from stof_compile.search.told import told_moves, with_trials, words
 from stof_compile.templates.space import near
 
 AHEAD_OPS = 3  # ops of a segment that is compiled before stage 1 asks for it
 SINGLE_SAMPLES = (
     3  # of an op left single: the library is among them, and stage 2 tunes it if it stays
 )
-MAX_MOVES = 64  # told in the plan of a chain
-MAX_TRIALS = 6  # told of each segment
 WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 FINALS_SHARE, FINALS_S = 0.25, 6.0  # of the budget, and seconds at most: kept for the finals
 # what a comparison takes of each chain: seconds (in short turns, in long ones), or replays
@@ -32,6 +32,22 @@ COMPARE_S, COMPARE_LONG_S, COMPARE_RUNS = 0.25, 0.5, 70
 FINALISTS = 5  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
 FINAL_GAIN = 0.006  # of the chain; less is surely noise, some more can be
+
+
+@dataclass(frozen=True)
+class _Against:
+    """What came of measuring the result against the initial scheme.
+
+    Args:
+        reason: one sentence for people. initial_us, final_us: time of the initial scheme and of
+            the one taken, None where they were not compared.
+        kept: candidates of the initial scheme where it is the faster one.
+    """
+
+    reason: str
+    initial_us: float | None = None
+    final_us: float | None = None
+    kept: dict[Span, Candidate | None] | None = None
 
 
 class ChainSearch:
@@ -85,23 +101,13 @@ class ChainSearch:
         cut_off = ctx.budget.spent
         ctx.use(whole)
         self._final(first, best)
-        initial_best = {segment: self._at.best_known(segment) for segment in initial.segments}
-        initial_us = final_us = None
-        if None not in (*best.values(), *initial_best.values()):
-            timed = [self._runnable(initial, initial_best), self._runnable(first, best)]
-            if timed[0] != timed[1] and all(timed):
-                products = any(recipe.contractions for recipe, _ in timed[1])
-                compared = self._at.compare(timed, long_turns=products)
-                if compared is not None:
-                    initial_us, final_us = compared
-                    if final_us > initial_us:
-                        first, best, final_us = initial, initial_best, initial_us
-                        self._switched.clear()
+        against = self._against_initial(initial, first, best)
+        if against.kept is not None:
+            first, best = initial, against.kept
+            self._switched.clear()
         if not cut_off:  # what a search that was cut off ends with teaches nothing
             self._teach(first, best)
-        reason = f"initial scheme {initial.hex}"
-        if initial_us is not None and final_us is not None:
-            reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
+        reason = against.reason
         if self._switched:
             reason += "; faster within the chain than what was faster alone: "
             reason += ", ".join(self._switched)
@@ -110,9 +116,9 @@ class ChainSearch:
         unfinished_s = ctx.budget_s if cut_off else 0.0
         moves = told_moves(self._moves)
         return replace(
-            plan, initial=initial.hex, initial_us=initial_us, final_us=final_us,
+            plan, initial=initial.hex, initial_us=against.initial_us, final_us=against.final_us,
             unfinished_s=unfinished_s, moves=moves, moves_left_out=len(self._moves) - len(moves),
-            segments=tuple(self._with_trials(segment) for segment in plan.segments),
+            segments=tuple(with_trials(self._at, segment) for segment in plan.segments),
         )  # fmt: skip
 
     def difference(self, plan: ChainPlan) -> str:
@@ -235,9 +241,44 @@ class ChainSearch:
             if times[fastest] < times[0] * (1 - FINAL_GAIN):  # contenders[0] was fastest alone
                 best.update(dict.fromkeys(group, contenders[fastest]))
                 self._switched.append(
-                    f"{_words(contenders[fastest])} ({times[fastest]:.1f} us) than "
-                    f"{_words(contenders[0])} ({times[0]:.1f} us)"
+                    f"{words(contenders[fastest])} ({times[fastest]:.1f} us) than "
+                    f"{words(contenders[0])} ({times[0]:.1f} us)"
                 )
+
+    def _against_initial(
+        self, initial: Scheme, scheme: Scheme, best: Mapping[Span, Candidate | None]
+    ) -> _Against:
+        """Measure what the search ends with against the initial scheme, in turns."""
+        reason = f"initial scheme {initial.hex}"
+        choices = self._initial_choices(initial)
+        if None in (*best.values(), *choices.values()):
+            return _Against(reason)
+        timed = [self._runnable(initial, choices), self._runnable(scheme, best)]
+        if timed[0] == timed[1] or not all(timed):
+            return _Against(reason)
+        products = any(recipe.contractions for recipe, _ in timed[1])
+        times = self._at.compare(timed, long_turns=products)
+        if times is None:
+            return _Against(reason)
+        initial_us, final_us = times
+        if final_us > initial_us:
+            reason += f" kept, {initial_us:.1f} us against {final_us:.1f} us of what the search "
+            reason += f"found ({scheme.hex}) measured in turns"
+            return _Against(reason, initial_us, initial_us, choices)
+        reason += f", {initial_us:.1f} us against {final_us:.1f} us measured in turns"
+        return _Against(reason, initial_us, final_us)
+
+    def _initial_choices(self, initial: Scheme) -> dict[Span, Candidate | None]:
+        """The fastest candidates of the initial scheme. A search that began at a learned one may
+        have met none of a segment: the first of the templates' is measured then.
+        """
+        for place in initial.segments:
+            fused = place[1] - place[0] > 1
+            if fused and math.isinf(self._at.best_cost(place)) and not self.ctx.budget.spent:
+                ours = (c for c in self._draw(place) if c.template != LIBRARY)
+                for candidate in islice(ours, 1):
+                    self._at.measured(place, candidate)
+        return {place: self._at.best_known(place) for place in initial.segments}
 
     def _teach(self, scheme: Scheme, best: Mapping[Span, Candidate | None]) -> None:
         """Remember the scheme and its configs for chains of other models that are alike."""
@@ -341,45 +382,6 @@ class ChainSearch:
         return ChainPlan(
             self._at.kinds, scheme.hex, scheme.hex, tuple(segments), source, reason=reason
         )
-
-    def _with_trials(self, segment: SegmentPlan) -> SegmentPlan:
-        """The segment with the fastest of the candidates that were measured for it."""
-        place = (segment.start, segment.stop)
-        if not isinstance(self._at.recipe(place), Recipe):
-            return segment
-        timed = [(c, self._at.cost_if_known(place, c)) for c in self._at.space(place)]
-        known = sorted(((us, c) for c, us in timed if us is not None), key=lambda pair: pair[0])
-        trials = tuple((_words(c), finite(us)) for us, c in known[:MAX_TRIALS])
-        return replace(segment, trials=trials, measured=len(known))
-
-
-def told_moves(moves: Sequence[MoveRecord], most: int = MAX_MOVES) -> tuple[MovePlan, ...]:
-    """Moves as a plan tells them: all kept ones, then measured ones, then others, in their order.
-
-    Args:
-        moves: of the searches from all starts. most: moves told, unless more were kept.
-    """
-    rank = {"kept": 0, "rolled back": 1}
-    order = sorted(range(len(moves)), key=lambda i: (rank.get(moves[i].outcome, 2), i))
-    kept = sum(move.outcome == "kept" for move in moves)
-    told = sorted(order[: max(most, kept)])
-    return tuple(
-        MovePlan(
-            move.name,
-            move.before,
-            move.after,
-            finite(move.before_us),
-            finite(move.after_us),
-            move.outcome,
-            move.reason,
-        )
-        for move in (moves[i] for i in told)
-    )
-
-
-def _words(candidate: Candidate) -> str:
-    config = ", ".join(f"{name}={value}" for name, value in candidate.config)
-    return f"{candidate.template} {config}".strip()
 
 
 def fits(code: str, ops: int) -> bool:

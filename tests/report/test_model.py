@@ -16,8 +16,8 @@ from stof_compile.plan import Plan
 from stof_compile.report.load import Ceilings
 from stof_compile.report.model import read_report, read_verdict, untimed
 from stof_compile.report.terminal import mask_lines, print_report
-from stof_compile.search.chain_search import MAX_MOVES, told_moves
 from stof_compile.search.stage1 import MoveRecord
+from stof_compile.search.told import MAX_MOVES, told_moves
 from stof_compile.verdict import Verdict
 
 
