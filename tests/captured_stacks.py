@@ -55,15 +55,18 @@ def heads(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class BertLayer(nn.Module):
-    def __init__(self, width: int = 32, eps: float = 1e-12, approximate: str = "none"):
+    def __init__(
+        self, width: int = 32, eps: float = 1e-12, approximate: str = "none", count: int = 4
+    ):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.count = count
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm1, self.norm2 = (nn.LayerNorm(width, eps=eps) for _ in range(2))
         self.approximate = approximate
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        q, k, v = (heads(layer(x), 4) for layer in (self.q, self.k, self.v))
+        q, k, v = (heads(layer(x), self.count) for layer in (self.q, self.k, self.v))
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = self.norm1(self.o(seen.transpose(1, 2).reshape(x.shape)) + x)
         inner = F.gelu(self.up(x), approximate=self.approximate)

@@ -12,7 +12,7 @@ Source: neural hashing of subgraphs, STOF paper, section 4.3; the layers are our
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,8 +26,8 @@ WIDTH = 32  # features of an op
 ROUNDS = 2
 BITS = 64
 WINDOW = (2, 6)  # ops of a run, from - to
-# Weights are in -LARGEST..LARGEST. An op has at most 12 features and in a window 5 neighbours: it
-# stays below 12 * 7 * (6 * 32 * 7)**2 < 2**28, a projection of the sum below 2**46. Longer segments
+# Weights are in -LARGEST..LARGEST. An op has at most 13 features and in a window 5 neighbours: it
+# stays below 13 * 7 * (6 * 32 * 7)**2 < 2**28, a projection of the sum below 2**46. Longer segments
 # might wrap around int64, on all machines in the same way.
 LARGEST = 7
 
@@ -50,13 +50,28 @@ class RepeatedSegment:
     places: tuple[tuple[int, int, int], ...]
 
 
-def fingerprint(chain: OpChain, start: int, stop: int) -> int:
+def nearest_power(size: int) -> int:
+    """log2 of a size, rounded to the nearest: from 724 to 1448 share 10."""
+    return (size * size).bit_length() // 2
+
+
+def power_above(size: int) -> int:
+    """log2 of a size, rounded up, but for a power of two and the fifteenth part more: from 549 to
+    1097 share 10.
+    """
+    return (size * 14 // 15).bit_length()
+
+
+def fingerprint(
+    chain: OpChain, start: int, stop: int, bucket: Callable[[int], int] = nearest_power
+) -> int:
     """Hash a segment to 64 bits; names of nodes and the order of independent ops do not matter.
 
     Sizes enter as log2 buckets, so segments of slightly different shape may share a fingerprint.
 
     Args:
         chain: the chain. start, stop: its ops ``start <= i < stop``.
+        bucket: size -> log2 bucket.
     Returns:
         0 <= int < 2**64.
     Raises:
@@ -67,7 +82,7 @@ def fingerprint(chain: OpChain, start: int, stop: int) -> int:
     reads = np.zeros((len(ops), len(ops)), np.int64)  # [reader, read]
     for reader, read in _edges(chain, start, stop):
         reads[reader, read] = 1
-    state = np.stack([_features(op) for op in ops])  # [ops, WIDTH]
+    state = np.stack([_features(op, bucket) for op in ops])  # [ops, WIDTH]
     for turn in range(ROUNDS):
         own, ins, outs = (_weights(f"{name} {turn}", WIDTH) for name in ("own", "in", "out"))
         state = np.maximum(state @ own + reads @ state @ ins + reads.T @ state @ outs, 0)
@@ -75,6 +90,16 @@ def fingerprint(chain: OpChain, start: int, stop: int) -> int:
     # after a relu all is positive: without the mean taken out, most signs would be one constant
     signs = _weights("hash", BITS).T @ (WIDTH * pooled - pooled.sum()) > 0
     return sum(int(bit) << i for i, bit in enumerate(signs.tolist()))
+
+
+def fingerprints(chain: OpChain, start: int, stop: int) -> tuple[int, ...]:
+    """The fingerprints of a segment with either border of the buckets.
+
+    Wherever borders are, sizes of one family lie on both sides of some: of BERT-base and BERT-large
+    768 and 1024 share a bucket that is rounded to the nearest, 2304 and 3072 (packed Q/K/V) do not.
+    Segments are alike where they share one of these.
+    """
+    return tuple(fingerprint(chain, start, stop, bucket) for bucket in (nearest_power, power_above))
 
 
 def repeated_segments(chains: Sequence[OpChain], at_least: int = 2) -> list[RepeatedSegment]:
@@ -133,25 +158,25 @@ def _connected(chain: OpChain, start: int, stop: int) -> bool:
     return len(set(group)) == 1
 
 
-def _features(op: ChainOp) -> Integers:
+def _features(op: ChainOp, bucket: Callable[[int], int]) -> Integers:
     """int64 [WIDTH]: one-hot features times their weights. Kinds, dtypes and sizes are no closed
     lists, so the row of weights of each is drawn by its name.
     """
-    sizes = [_bucket(size) for size in op.value.shape]
+    sizes = [_bucket(size, bucket) for size in op.value.shape]
     names = [f"kind {op.kind.name}", f"heavy {op.kind.compute_intensive}"]
     names += [f"rank {len(sizes)}", f"dtype {op.value.dtype}"]
     names += [f"size {len(sizes) - i} {size}" for i, size in enumerate(sizes[-8:])]
+    if op.kind.compute_intensive and op.operands and op.operands[0].value.shape:
+        # the sum of a product: a layer's two products into its width differ in nothing else
+        names.append(f"inner {_bucket(op.operands[0].value.shape[-1], bucket)}")
     drawn: Integers = np.array([_numbers(name, WIDTH) for name in names], np.int64)
     total: Integers = drawn.sum(0)
     return total
 
 
-def _bucket(size: int | str) -> str:
-    """log2 of a size, rounded to the nearest; a symbolic one has a bucket of its own.
-
-    To the nearest, so that 768 and 1024, or 3072 and 4096, share one: models of one family do.
-    """
-    return str((size * size).bit_length() // 2) if isinstance(size, int) else "symbolic"
+def _bucket(size: int | str, bucket: Callable[[int], int]) -> str:
+    """The bucket of a size; a symbolic one has a bucket of its own."""
+    return str(bucket(size)) if isinstance(size, int) else "symbolic"
 
 
 def _weights(name: str, columns: int) -> Integers:

@@ -143,3 +143,12 @@ class Scheme:
             )
         moved = tuple(length for length in (left, right) if length)
         return Scheme((*self.lengths[:index], *moved, *self.lengths[index + 2 :]))
+
+
+def fits(code: str, ops: int) -> bool:
+    """Whether a scheme code in hexadecimal is one of a chain with so many ops."""
+    try:
+        Scheme.from_hex(code, ops)
+    except ValueError:
+        return False
+    return True

@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from stof_compile.fusion.recipe import Recipe
-from stof_compile.fusion.scheme import Scheme
+from stof_compile.fusion.scheme import Scheme, fits
 from stof_compile.plan import ChainPlan, SegmentPlan
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
-from stof_compile.search.draw import draw_candidates, within_reach
+from stof_compile.search.draw import (
+    WARM_SAMPLES,
+    around,
+    draw_candidates,
+    draw_learned,
+    within_reach,
+)
 from stof_compile.search.initial import initial_scheme
 from stof_compile.search.learned import Learned
 from stof_compile.search.segments import ChainSegments, Span, finite
@@ -25,7 +31,6 @@ AHEAD_OPS = 3  # ops of a segment that is compiled before stage 1 asks for it
 SINGLE_SAMPLES = (
     3  # of an op left single: the library is among them, and stage 2 tunes it if it stays
 )
-WARM_SAMPLES = 3  # of a segment, where the scheme of an alike chain was learned on another model
 FINALS_SHARE, FINALS_S = 0.25, 6.0  # of the budget, and seconds at most: kept for the finals
 # what a comparison takes of each chain: seconds (in short turns, in long ones), or replays
 COMPARE_S, COMPARE_LONG_S, COMPARE_RUNS = 0.25, 0.5, 70
@@ -157,7 +162,7 @@ class ChainSearch:
         """Where stage 1 begins: at the initial scheme and at single ops, which no move leads back
         to; where the scheme of an alike chain is known, only there, with fewer samples.
         """
-        learned = self._learned.scheme(self._at.fingerprint, self._at.kinds)
+        learned = self._learned.scheme(self._at.fingerprints, self._at.kinds)
         if learned is not None and fits(learned, len(self._at.ops)):
             self._samples = WARM_SAMPLES
             return [Scheme.from_hex(learned, len(self._at.ops))]
@@ -282,12 +287,18 @@ class ChainSearch:
 
     def _teach(self, scheme: Scheme, best: Mapping[Span, Candidate | None]) -> None:
         """Remember the scheme and its configs for chains of other models that are alike."""
-        self._learned.note(self._at.fingerprint, scheme.hex, self._at.kinds)
-        for segment, choice in best.items():
-            if choice is None or choice.template == LIBRARY:
-                continue
-            if isinstance(self._at.recipe(segment), Recipe):
-                self._learned.note_config(self._at.segment_fingerprint(segment), choice)
+        self._learned.note(self._at.fingerprints, scheme.hex, self._at.kinds)
+        for place, choice in best.items():
+            if choice is not None and self._at.space(place):
+                self._learned.note_config(self._at.segment_fingerprints(place), choice)
+
+    def _learned_config(self, place: Span) -> Candidate | None:
+        """What an alike segment of another chain got."""
+        space = self._at.space(place)
+        found = self._learned.config(self._at.segment_fingerprints(place), space)
+        if found is not None and found.template == LIBRARY and not self._at.has_library(place):
+            return None
+        return found
 
     def _prepare(self, places: Sequence[Span]) -> Callable[[int, Sequence[Candidate]], None]:
         def prepare(index: int, candidates: Sequence[Candidate]) -> None:
@@ -298,22 +309,21 @@ class ChainSearch:
         return prepare
 
     def _stage2_space(self, place: Span) -> list[Candidate]:
-        """Candidates of templates within reach; where the like was learned, those near it."""
+        """Candidates of templates within reach; where the like was learned, few of them."""
         best = self._at.best_cost(place)
         space = within_reach(
             self._at.space(place),
             best if math.isfinite(best) else None,
             lambda c: self._at.cost_if_known(place, c),
         )
-        learned = self._learned.config(self._at.segment_fingerprint(place), space)
+        learned = self._learned_config(place)
         if learned is None:
             return space
-        return [
-            c
-            for c in space
-            if c == learned
-            or (c.template == learned.template and near(c.settings, learned.settings))
-        ]
+        if learned.template != LIBRARY:
+            return around(learned, space)
+        if self._at.best_known(place) != learned:
+            return space  # here a template is faster: it is worth a whole search
+        return [c for c in self._draw(place) if c != learned]
 
     def _sample(self, place: Span) -> float:
         """One sample of a segment for stage 1."""
@@ -334,11 +344,11 @@ class ChainSearch:
         configs, then random ones.
         """
         space, has_library = self._at.space(place), self._at.has_library(place)
-        learned = self._learned.config(self._at.segment_fingerprint(place), space)
-        if learned is not None:
-            return [*([Candidate(LIBRARY)] if has_library else []), learned]
-        wanted = self._samples if place[1] - place[0] > 1 else min(self._samples, SINGLE_SAMPLES)
         seed = f"{self.ctx.seed} {place} {len(space)}"
+        learned = self._learned_config(place)
+        if learned is not None:
+            return draw_learned(learned, space, seed, library=has_library)
+        wanted = self._samples if place[1] - place[0] > 1 else min(self._samples, SINGLE_SAMPLES)
         return draw_candidates(space, wanted, seed, library=has_library)[:wanted]
 
     def _initial(self, searched: bool = True) -> Scheme:
@@ -382,12 +392,3 @@ class ChainSearch:
         return ChainPlan(
             self._at.kinds, scheme.hex, scheme.hex, tuple(segments), source, reason=reason
         )
-
-
-def fits(code: str, ops: int) -> bool:
-    """Whether a scheme code in hexadecimal is one of a chain with so many ops."""
-    try:
-        Scheme.from_hex(code, ops)
-    except ValueError:
-        return False
-    return True

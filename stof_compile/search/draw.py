@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
 from stof_compile.search.bench import LIBRARY, Candidate
 from stof_compile.templates.base import TILELANG
+from stof_compile.templates.space import Config
 
 REACH = 1.4
 """A template whose best config so far is this much slower than the segment's best is not sampled
 any further; the first configs are the templates' own estimates of their best."""
+
+WARM_SAMPLES = 3  # of a segment, where the like was learned on another model
+CLOSEST = 12  # configs to a learned one that are worth measuring; a search from nothing takes 40-70
 
 
 def draw_candidates(
@@ -29,6 +34,48 @@ def draw_candidates(
     rest = [c for c in space if c not in leading and not c.template.startswith(TILELANG)]
     more = max(0, count - len(drawn))
     return drawn + random.Random(seed).sample(rest, min(len(rest), more))
+
+
+def draw_learned(
+    learned: Candidate, space: Sequence[Candidate], seed: str, *, library: bool
+) -> list[Candidate]:
+    """Draw where an alike segment was tuned before: what is there without us, and what that one
+    got. If that is the library, first configs of some templates have to lose once more.
+
+    Args:
+        learned: of the alike segment. space, seed, library: as for :func:`draw_candidates`.
+    """
+    if learned.template != LIBRARY:
+        return [*([Candidate(LIBRARY)] if library else []), learned]
+    return draw_candidates(space, WARM_SAMPLES, seed, library=library)[:WARM_SAMPLES]
+
+
+def around(learned: Candidate, space: Sequence[Candidate]) -> list[Candidate]:
+    """What is worth measuring where an alike segment got ``learned``: what is closest to it, and
+    the first config of each template, which may be a better one for these sizes.
+    """
+    first = {c.template: c for c in reversed(space)}
+    wanted = {*first.values(), *closest_to(learned, space)[:CLOSEST]}
+    return [c for c in space if c in wanted]
+
+
+def closest_to(candidate: Candidate, space: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates of a space that are of the same template, those that differ least first."""
+    settings = candidate.settings
+    alike = [c for c in space if c.template == candidate.template]
+    alike = [c for c in alike if c.settings.keys() == settings.keys()]
+    return sorted(alike, key=lambda c: _distance(settings, c.settings))
+
+
+def _distance(first: Config, second: Config) -> tuple[int, float]:
+    """How many settings of two configs differ, and by how many powers of two."""
+    apart = [(first[name], second[name]) for name in first if first[name] != second[name]]
+    powers = [
+        abs(math.log2(a / b))
+        for a, b in apart
+        if isinstance(a, int | float) and isinstance(b, int | float) and a > 0 and b > 0
+    ]
+    return len(apart), sum(powers)
 
 
 def within_reach(

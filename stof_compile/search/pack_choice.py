@@ -20,14 +20,18 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from stof_compile.compare import compare
+from stof_compile.fusion.chain import ChainOp, OpChain, Operand, Value
+from stof_compile.fusion.fingerprint import fingerprints
+from stof_compile.fusion.op_kind import OpKind
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec, fp32_products
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing import Pack, packs_bytes
 from stof_compile.plan import PackPlan
 from stof_compile.search.bench import Candidate
 from stof_compile.search.context import TuningContext
-from stof_compile.search.draw import draw_candidates
+from stof_compile.search.draw import draw_candidates, draw_learned
 from stof_compile.search.gated_choice import joining
+from stof_compile.search.learned import Learned
 from stof_compile.search.stage1 import SAMPLES
 
 log = logging.getLogger("stof_compile")
@@ -130,12 +134,32 @@ def _best(recipe: Recipe, ctx: TuningContext) -> tuple[float, Candidate]:
         if not known:
             ctx.trials += 1
             ctx.progress("projections", best, ctx.trials)
+    if math.isfinite(best) and not ctx.budget.spent:
+        _learned(ctx).note_config(_fingerprints(recipe), winner)
     return best, winner
 
 
 def _drawn(recipe: Recipe, ctx: TuningContext) -> list[Candidate]:
-    space = ctx.bench.candidates(recipe)
-    return draw_candidates(space, SAMPLES + 1, f"{ctx.seed} {recipe.key}", library=True)
+    space, seed = ctx.bench.candidates(recipe), f"{ctx.seed} {recipe.key}"
+    learned = _learned(ctx).config(_fingerprints(recipe), space)
+    if learned is not None:
+        return draw_learned(learned, space, seed, library=True)
+    return draw_candidates(space, SAMPLES + 1, seed, library=True)
+
+
+def _learned(ctx: TuningContext) -> Learned:
+    return Learned(ctx.store, "projections")
+
+
+def _fingerprints(recipe: Recipe) -> tuple[int, ...]:
+    """Fingerprints of a product, as of a chain of this one op; of longer segments none."""
+    step, x = recipe.steps[0], recipe.operands[0]
+    if len(recipe.steps) > 1 or step.kind != "linear":
+        return ()
+    kind = OpKind("linear", "contraction", "contraction")
+    read, made = (Value(v.shape, str(v.dtype), "contiguous", x.device) for v in (x, step))
+    op = ChainOp("y", ("y",), kind, made, (Operand("x", None, read),), "")
+    return fingerprints(OpChain((op,)), 0, 1)
 
 
 def _by_rounds(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:

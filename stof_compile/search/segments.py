@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.fusion.chain import OpChain
-from stof_compile.fusion.fingerprint import fingerprint
+from stof_compile.fusion.fingerprint import fingerprints
 from stof_compile.fusion.op_list import ListedOp, span
 from stof_compile.fusion.read_recipe import read_recipe
 from stof_compile.fusion.recipe import Recipe
@@ -48,6 +48,7 @@ class ChainSegments:
         self._nodes = {node.name: node for node in gm.graph.nodes}
         self._recipes: dict[Span, Recipe | str] = {}
         self._spaces: dict[Span, list[Candidate]] = {}
+        self._fingerprints: dict[Span, tuple[int, ...]] = {}
 
     @property
     def name(self) -> str:
@@ -71,13 +72,15 @@ class ChainSegments:
         return tuple(op.name for op in self.ops)
 
     @property
-    def fingerprint(self) -> int:
-        """Fingerprint of the whole chain."""
-        return fingerprint(self._chain, 0, len(self._chain))
+    def fingerprints(self) -> tuple[int, ...]:
+        """Fingerprints of the whole chain."""
+        return self.segment_fingerprints((0, len(self.ops)))
 
-    def segment_fingerprint(self, place: Span) -> int:
-        """Fingerprint of a segment."""
-        return fingerprint(self._chain, *span(self.ops, *place))
+    def segment_fingerprints(self, place: Span) -> tuple[int, ...]:
+        """Fingerprints of a segment."""
+        if place not in self._fingerprints:
+            self._fingerprints[place] = fingerprints(self._chain, *span(self.ops, *place))
+        return self._fingerprints[place]
 
     def refusal(self, place: Span) -> str | None:
         """Why a segment of several ops cannot be one kernel, or had better not."""

@@ -7,7 +7,14 @@ import pytest
 
 from stof_compile.fusion import fingerprint as module
 from stof_compile.fusion.chain import ChainOp, OpChain, Operand, Value
-from stof_compile.fusion.fingerprint import connected_windows, fingerprint, repeated_segments
+from stof_compile.fusion.fingerprint import (
+    connected_windows,
+    fingerprint,
+    fingerprints,
+    nearest_power,
+    power_above,
+    repeated_segments,
+)
 from stof_compile.fusion.op_kind import OpKind
 from stof_compile.fusion.segment_key import segment_key
 
@@ -34,6 +41,39 @@ def test_sizes_enter_as_buckets():
         return fingerprint(small_chain("exp", "sin", value=replace(ROW, shape=(2, rows, 32))), 0, 2)
 
     assert of(46) == of(90) and of(90) != of(91)  # 64 is nearest: from 2**5.5 to 2**6.5
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger", "shared"),
+    [
+        (768, 1024, (True, True)),  # widths of BERT-base and BERT-large
+        (2304, 3072, (False, True)),  # of their packed projections
+        (3072, 4096, (True, True)),
+        (12, 16, (True, True)),  # heads
+        (1024, 1280, (True, False)),  # GPT2-medium and GPT2-large
+        (1024, 2048, (False, False)),
+    ],
+)
+def test_sizes_of_one_family_share_a_bucket(smaller, larger, shared):
+    assert tuple(b(smaller) == b(larger) for b in (nearest_power, power_above)) == shared
+    values = [replace(ROW, shape=(2, 33, size)) for size in (smaller, larger)]
+    found = [fingerprints(small_chain("exp", "sin", value=value), 0, 2) for value in values]
+    assert tuple(a == b for a, b in zip(*found, strict=True)) == shared
+    assert found[0][0] == fingerprint(small_chain("exp", "sin", value=values[0]), 0, 2)
+
+
+def test_the_inner_size_of_a_product_enters(bert):
+    """Both products that a layer ends its halves with have the same result."""
+    chains = bert(1).chains
+    ends = []
+    for chain in chains:
+        names = [op.kind.name for op in chain.ops]
+        stop = names.index("layer_norm") + 1
+        assert names[stop - 3 : stop] == ["linear", "residual_add", "layer_norm"]
+        ends.append((chain, stop - 3, stop))
+    (one, a, b), (other, c, d) = ends
+    assert one.ops[b - 1].value == other.ops[d - 1].value
+    assert not set(fingerprints(one, a, b)) & set(fingerprints(other, c, d))
 
 
 def test_kinds_edges_and_dtypes_enter():

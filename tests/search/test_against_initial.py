@@ -3,7 +3,7 @@
 import pytest
 from fake_segment_bench import FakeBench, bound, tuned
 
-from stof_compile.fusion.fingerprint import fingerprint
+from stof_compile.fusion.fingerprint import fingerprints
 from stof_compile.search.learned import Learned
 from stof_compile.search.tuner import chain_key
 from stof_compile.store import Store
@@ -63,7 +63,7 @@ def test_what_is_stored_and_learned_is_what_was_kept(mlp, slow_in_turns, tmp_pat
     assert stored["code"] == stored["initial"] == first.initial and "kept" in stored["reason"]
     again, bench, _ = tuned(graph, chain, store=store)
     assert again.source == "store" and bench.asked == [] and bound(again) == INITIAL
-    learned = Learned(store).scheme(fingerprint(chain, 0, len(chain)), first.kinds)
+    learned = Learned(store).scheme(fingerprints(chain, 0, len(chain)), first.kinds)
     assert learned == first.initial, "alike chains begin at what was kept"
 
 
@@ -80,7 +80,7 @@ def test_a_learned_scheme_is_measured_against_the_initial_one(mlp, tmp_path):
     graph, chain = mlp
     store = Store(tmp_path, "here")
     whole, _, _ = tuned(graph, chain)
-    Learned(store).note(fingerprint(chain, 0, len(chain)), whole.code, whole.kinds)
+    Learned(store).note(fingerprints(chain, 0, len(chain)), whole.code, whole.kinds)
     plan, bench, _ = tuned(graph, chain, store=store)
     assert bound(plan) == [(0, WHOLE, "fake")] and plan.final_us < plan.initial_us
     met = [len(recipe.steps) for recipe, _ in bench.asked]
