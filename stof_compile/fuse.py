@@ -11,18 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
-from stof_compile.between import switches_gradients_on
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
 from stof_compile.device import device_facts
-from stof_compile.emit import has_autocast
 from stof_compile.errors import StofOptionError
 from stof_compile.fold_transpose import fold_transposes
 from stof_compile.fusion.beside import Neighbours
 from stof_compile.fusion.chain import OpChain, find_chains
+from stof_compile.fusion.fingerprint import find_repeats
+from stof_compile.fusion.graph_refusal import fusion_refusal
 from stof_compile.fusion.legality import segment_refusal
 from stof_compile.fusion.op_list import op_list, span
 from stof_compile.fusion.read_recipe import read_recipe
@@ -63,29 +62,6 @@ LEAST_SHARE = 0.5  # the same, where it is known how long the forms of the graph
 FORMS = 2  # that are compiled after the search
 COMPARING_S = 2.0  # to time the forms of a graph
 ROPE_SHARE = 0.25  # of the seconds left for the search, for products with rotations
-
-
-def fusion_refusal(gm: GraphModule, facts: CaptureFacts) -> str:
-    """Why the operators of a graph are left to Inductor as a whole; empty when they are not."""
-    if facts.grad_enabled:
-        return "gradients are recorded, and templates have none"
-    if switches_gradients_on(gm.graph):
-        return "gradients are recorded in a part of it, and templates have none"
-    if facts.has_symbolic_shapes:
-        return "sizes are symbolic, and templates need fixed ones"
-    if facts.fake_inputs:
-        return "the inputs are fake (distributed training)"
-    if _spread_inputs(facts):  # timing an operator of theirs would talk to ranks that do not listen
-        return "some inputs are spread over ranks (DTensor)"
-    device = facts.device.type
-    if torch.is_autocast_enabled(device) or has_autocast(gm.graph):
-        return "autocast chooses dtypes inside the graph"
-    return ""
-
-
-def _spread_inputs(facts: CaptureFacts) -> bool:
-    kinds = (type(facts.inputs[name].example) for name in facts.subclass_inputs)
-    return any(kind.__module__.startswith("torch.distributed") for kind in kinds)
 
 
 def search_budget(whole: Budget, form_s: float) -> Budget:
@@ -301,13 +277,24 @@ class Fusion:
     def _fuse_chains(self, result: FusionResult) -> None:
         gm, ctx = self._gm, self._context
         alike, tuners = self._tuners(gm, self._facts)
+        counts = [len(alike[tuner.key]) for tuner in tuners]
+        repeats = find_repeats([alike[tuner.key][0] for tuner in tuners], counts)
+        result.repeats = [
+            (tuners[repeat.chain].name, repeat.times, repeat.times - counts[repeat.chain])
+            for repeat in repeats
+        ]
         for tuner in tuners:
             tuner.compile_ahead()
         # each chain has its share of the time that is left
         weights = {key: _weight(places) for key, places in alike.items()}
         whole = ctx.budget
-        for tuner in tuners:
+        for number, tuner in enumerate(tuners):
             ctx.use(whole.slice(weights[tuner.key] / sum(weights.values())))
+            for repeat in repeats:
+                known = result.chains.get(tuners[repeat.chain].key)
+                for longer, first in repeat.within:
+                    if longer == number and known is not None:
+                        tuner.begin_with(first, known)
             chosen = tuner.choose()
             del weights[tuner.key]
             if chosen is not None:

@@ -24,6 +24,8 @@ class FusionResult:
         packed: keeps packed weights equal to the originals; None where nothing is packed.
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
+        repeats: (chain in words, how often, how many of these within longer chains) of what the
+            graph repeats, the most frequent first.
         unplanned: chains in words that a template takes a part of and that a plan made for other
             graphs does not have.
         seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
@@ -40,6 +42,7 @@ class FusionResult:
     packed: PackedWeights | None = None
     trials: int = 0
     refusal: str = ""
+    repeats: list[tuple[str, int, int]] = field(default_factory=list)
     unplanned: list[str] = field(default_factory=list)
     seconds: float = 0.0
     measuring_s: float = 0.0

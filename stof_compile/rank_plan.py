@@ -14,7 +14,7 @@ from stof_compile.attention.agree import agree_text, several_ranks
 from stof_compile.capture import CaptureFacts
 from stof_compile.device import device_facts
 from stof_compile.errors import StofPlanError
-from stof_compile.fuse import fusion_refusal
+from stof_compile.fusion.graph_refusal import fusion_refusal
 from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_key import graph_key
 from stof_compile.options import StofOptions

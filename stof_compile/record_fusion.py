@@ -7,6 +7,8 @@ import logging
 from stof_compile.dump import Record
 from stof_compile.fusion_result import FusionResult
 
+MAX_REPEATS = 8  # told of a graph
+
 logger = logging.getLogger("stof_compile")
 
 
@@ -18,6 +20,9 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         return
     record.chains = sorted(result.chains.values(), key=lambda chain: -chain.count)
     record.packs = [*result.packs.values(), *result.refused_packs.values()]
+    for name, times, within in result.repeats[:MAX_REPEATS]:
+        where = f", {within} of them within a longer chain" if within else ""
+        record.notes.append(f"the graph repeats {times} times: {name}{where}")
     if result.folded:
         record.notes.append(f"copies of transposed operands folded into products: {result.folded}")
     if result.rotated:

@@ -1,4 +1,4 @@
-"""Neural hash of short runs of ops, and the runs that a model repeats.
+"""Neural hash of runs of ops, and what a model repeats.
 
 The hash is F(G) = F_hash(F_conv(G)): each op starts with features of its kind and values, two
 rounds of a graph convolution with fixed weights mix in its neighbours, the sum over the ops is
@@ -25,8 +25,7 @@ from stof_compile.fusion.segment_key import check_range, segment_key
 WIDTH = 32  # features of an op
 ROUNDS = 2
 BITS = 64
-WINDOW = (2, 6)  # ops of a run, from - to
-# Weights are in -LARGEST..LARGEST. An op has at most 13 features and in a window 5 neighbours: it
+# Weights are in -LARGEST..LARGEST. An op has at most 13 features, and of a few ops 5 neighbours: it
 # stays below 13 * 7 * (6 * 32 * 7)**2 < 2**28, a projection of the sum below 2**46. Longer segments
 # might wrap around int64, on all machines in the same way.
 LARGEST = 7
@@ -35,19 +34,18 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class RepeatedSegment:
-    """A run of ops that a model has several times ("classical subgraph").
+class Repeat:
+    """A chain that a model has several times ("classical subgraph"): a layer, or a half of one.
 
     Args:
-        key: its exact key. fingerprint: its neural hash. ops: its length.
-        places: (index of the chain, start, stop) of each occurrence, in order; occurrences inside
-            one chain may overlap.
+        chain: its number among the distinct chains. times: how often the model has it, alone or as
+            a run of a longer chain.
+        within: (number of the longer chain, first op) of each of its runs there.
     """
 
-    key: str
-    fingerprint: int
-    ops: int
-    places: tuple[tuple[int, int, int], ...]
+    chain: int
+    times: int
+    within: tuple[tuple[int, int], ...] = ()
 
 
 def nearest_power(size: int) -> int:
@@ -102,44 +100,43 @@ def fingerprints(chain: OpChain, start: int, stop: int) -> tuple[int, ...]:
     return tuple(fingerprint(chain, start, stop, bucket) for bucket in (nearest_power, power_above))
 
 
-def repeated_segments(chains: Sequence[OpChain], at_least: int = 2) -> list[RepeatedSegment]:
-    """Find the connected runs of 2 to 6 ops that occur several times in a model.
+def find_repeats(chains: Sequence[OpChain], counts: Sequence[int]) -> list[Repeat]:
+    """Find what a model repeats, also where its last occurrence is a part of a longer chain.
 
-    Fingerprints are counted first; runs whose fingerprint is frequent are told apart by their
-    exact keys, so no collision passes.
+    The chain of a last layer goes on into the norm behind all layers, so that its key is another
+    one. Fingerprints of runs are looked up among those of whole chains; the exact key decides, so
+    no collision passes.
 
     Args:
-        chains: chains of a graph. at_least: occurrences that make a run count; 2, or the number
-            of layers.
+        chains: distinct chains of a graph. counts: how often it has each.
     Returns:
-        Most frequent first, then longest first, then in order of first occurrence.
+        What occurs twice or more, of two ops and more; most frequent first, then longest first,
+        then in order.
     """
-    alike: dict[int, list[tuple[int, int, int]]] = {}
-    for index, chain in enumerate(chains):
-        for start, stop in connected_windows(chain):
-            alike.setdefault(fingerprint(chain, start, stop), []).append((index, start, stop))
+    known: dict[tuple[int, int], list[int]] = {}  # by length and fingerprint
+    for number, chain in enumerate(chains):
+        if len(chain) > 1:
+            value = fingerprint(chain, 0, len(chain))
+            known.setdefault((len(chain), value), []).append(number)
+    kinds = {tuple(op.kind.name for op in chains[n].ops) for alike in known.values() for n in alike}
+    within: dict[int, list[tuple[int, int]]] = {}
+    for number, chain in enumerate(chains):
+        names = tuple(op.kind.name for op in chain.ops)
+        for length in sorted({length for length, _ in known if length < len(chain)}):
+            for start in range(len(chain) - length + 1):
+                stop = start + length
+                if names[start:stop] not in kinds:  # cheaper than a fingerprint
+                    continue
+                for part in known.get((length, fingerprint(chain, start, stop)), ()):
+                    if segment_key(chains[part], 0, length) == segment_key(chain, start, stop):
+                        within.setdefault(part, []).append((number, start))
     found = []
-    for value, candidates in alike.items():
-        if len(candidates) < at_least:
-            continue
-        exact: dict[str, list[tuple[int, int, int]]] = {}
-        for index, start, stop in candidates:
-            key = segment_key(chains[index], start, stop)
-            exact.setdefault(key, []).append((index, start, stop))
-        for key, places in exact.items():
-            if len(places) >= at_least:
-                _, start, stop = places[0]
-                found.append(RepeatedSegment(key, value, stop - start, tuple(places)))
-    return sorted(found, key=lambda f: (-len(f.places), -f.ops, f.places[0]))
-
-
-def connected_windows(chain: OpChain) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the runs of 2 to 6 neighbouring ops that hang together by their edges."""
-    fewest, most = WINDOW
-    for start in range(len(chain)):
-        for stop in range(start + fewest, min(start + most, len(chain)) + 1):
-            if _connected(chain, start, stop):
-                yield start, stop
+    for number in (n for alike in known.values() for n in alike):
+        places = within.get(number, [])
+        times = counts[number] + sum(counts[whole] for whole, _ in places)
+        if times > 1:
+            found.append(Repeat(number, times, tuple(places)))
+    return sorted(found, key=lambda f: (-f.times, -len(chains[f.chain]), f.chain))
 
 
 def _edges(chain: OpChain, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -148,14 +145,6 @@ def _edges(chain: OpChain, start: int, stop: int) -> Iterator[tuple[int, int]]:
         for operand in chain.ops[i].operands:
             if operand.position is not None and operand.position >= start:
                 yield i - start, operand.position - start
-
-
-def _connected(chain: OpChain, start: int, stop: int) -> bool:
-    group = list(range(stop - start))
-    for reader, read in _edges(chain, start, stop):
-        old, new = group[reader], group[read]
-        group = [new if g == old else g for g in group]
-    return len(set(group)) == 1
 
 
 def _features(op: ChainOp, bucket: Callable[[int], int]) -> Integers:
@@ -179,9 +168,11 @@ def _bucket(size: int | str, bucket: Callable[[int], int]) -> str:
     return str(bucket(size)) if isinstance(size, int) else "symbolic"
 
 
+@lru_cache(maxsize=16)  # seven of them are all that is asked for
 def _weights(name: str, columns: int) -> Integers:
-    """int64 [WIDTH, columns]."""
+    """int64 [WIDTH, columns], read only."""
     drawn = np.array(_numbers(f"weights {name}", WIDTH * columns), np.int64)
+    drawn.flags.writeable = False
     return drawn.reshape(WIDTH, columns)
 
 

@@ -13,17 +13,16 @@ from stof_compile.fusion.scheme import Scheme, fits
 from stof_compile.plan import ChainPlan, SegmentPlan
 from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
 from stof_compile.search.draw import (
-    WARM_SAMPLES,
     around,
     draw_candidates,
     draw_learned,
     within_reach,
 )
-from stof_compile.search.initial import initial_scheme
 from stof_compile.search.learned import Learned
 from stof_compile.search.segments import ChainSegments, Span, finite
-from stof_compile.search.stage1 import SAMPLES, MoveRecord, search_scheme
+from stof_compile.search.stage1 import MoveRecord, search_scheme
 from stof_compile.search.stage2 import sample_configs
+from stof_compile.search.start import ChainStart
 from stof_compile.search.told import told_moves, with_trials, words
 from stof_compile.templates.space import near
 
@@ -67,13 +66,13 @@ class ChainSearch:
         self._bench = segments.ctx.bench
         self._drawn: dict[Span, list[Candidate]] = {}
         self._learned = Learned(self.ctx.store)
-        self._samples = SAMPLES
+        self.start = ChainStart(segments, self._learned)
         self._moves: list[MoveRecord] = []
         self._switched: list[str] = []
 
     def by_rules(self) -> ChainPlan:
         """The initial scheme as it is."""
-        scheme = self._initial(searched=False)
+        scheme = self.start.initial(searched=False)
         return self._plan(scheme, self._rule_choices(scheme), "rules", "nothing may be measured")
 
     def forced(self, code: str) -> ChainPlan | None:
@@ -98,7 +97,7 @@ class ChainSearch:
     def searched(self) -> ChainPlan:
         """The scheme and the configs that the search finds."""
         ctx = self.ctx
-        initial = self._initial()
+        initial = self.start.initial()
         whole, left = ctx.budget, ctx.budget.left
         ctx.use(whole.slice(1 - min(FINALS_SHARE, FINALS_S / left) if left else 0.0))
         first = self._stage1(initial)
@@ -149,7 +148,7 @@ class ChainSearch:
 
     def compile_ahead(self) -> None:
         """Draw the samples of short segments and have them compiled, the shortest first."""
-        self._start()
+        self.start.schemes()
         for length in range(1, AHEAD_OPS + 1):
             for start in range(len(self._at.ops) - length + 1):
                 place = (start, start + length)
@@ -158,26 +157,16 @@ class ChainSearch:
                     self._drawn[place] = self._draw(place)
                     self._at.prepare(recipe, self._drawn[place])
 
-    def _start(self) -> list[Scheme]:
-        """Where stage 1 begins: at the initial scheme and at single ops, which no move leads back
-        to; where the scheme of an alike chain is known, only there, with fewer samples.
-        """
-        learned = self._learned.scheme(self._at.fingerprints, self._at.kinds)
-        if learned is not None and fits(learned, len(self._at.ops)):
-            self._samples = WARM_SAMPLES
-            return [Scheme.from_hex(learned, len(self._at.ops))]
-        return [self._initial(), Scheme.singletons(len(self._at.ops))]
-
     def _stage1(self, initial: Scheme) -> Scheme:
         """The best of the searches from each start."""
         ctx, found = self.ctx, []
-        starts = self._start()
+        starts = self.start.schemes()
         for start in dict.fromkeys(starts):
             if any(self._at.refusal(s) is not None for s in start.segments if s[1] - s[0] > 1):
                 continue
             result = search_scheme(
                 start, self._at.ops, lambda a, b: self._at.refusal((a, b)), self._sample,
-                budget=ctx.budget, samples=self._samples,
+                budget=ctx.budget, samples=self.start.samples,
             )  # fmt: skip
             found.append(result.scheme)
             self._moves += result.moves
@@ -310,6 +299,9 @@ class ChainSearch:
 
     def _stage2_space(self, place: Span) -> list[Candidate]:
         """Candidates of templates within reach; where the like was learned, few of them."""
+        tuned = self.start.tuned.get(place)
+        if tuned is not None:  # its trials are known, or lost with the chain's plan kept
+            return [c for c in self._at.space(place) if c == tuned]
         best = self._at.best_cost(place)
         space = within_reach(
             self._at.space(place),
@@ -348,19 +340,12 @@ class ChainSearch:
         learned = self._learned_config(place)
         if learned is not None:
             return draw_learned(learned, space, seed, library=has_library)
-        wanted = self._samples if place[1] - place[0] > 1 else min(self._samples, SINGLE_SAMPLES)
+        wanted = (
+            self.start.samples
+            if place[1] - place[0] > 1
+            else min(self.start.samples, SINGLE_SAMPLES)
+        )
         return draw_candidates(space, wanted, seed, library=has_library)[:wanted]
-
-    def _initial(self, searched: bool = True) -> Scheme:
-        rows = 0
-        for i, op in enumerate(self._at.ops):
-            recipe = self._at.recipe((i, i + 1)) if op.compute_intensive else ""
-            if isinstance(recipe, Recipe):
-                rows = max(rows, math.prod(recipe.steps[0].shape[:-1]))
-        return initial_scheme(
-            self._at.ops, rows, lambda a, b: self._at.refusal((a, b)),
-            limits=self.ctx.limits, searched=searched,
-        )  # fmt: skip
 
     def _rule_choices(self, scheme: Scheme) -> list[Candidate | None]:
         """Templates for fused segments, what is there for single ops."""

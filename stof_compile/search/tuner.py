@@ -77,6 +77,15 @@ class ChainTuner:
         if _held(ctx.store, self.key, self._search) is None and self._segments.can_be_improved:
             self._search.compile_ahead()
 
+    def begin_with(self, first: int, run: ChainPlan) -> None:
+        """Let the search begin at what was found for a chain that is a run of this one.
+
+        Args:
+            first: op of this chain at which the run begins. run: the plan of the other chain.
+        """
+        if run.source in ("measured", "store") and not run.unfinished_s:
+            self._search.start.begin_with(first, run)
+
     def choose(self) -> ChainPlan | None:
         """The plan of the chain; None where no template accepts anything: it stays as it is.
 

@@ -1,19 +1,21 @@
 """Neural hash: fixed for all machines; repeated runs are found and confirmed exactly."""
 
+import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
 from stof_compile.fusion import fingerprint as module
 from stof_compile.fusion.chain import ChainOp, OpChain, Operand, Value
 from stof_compile.fusion.fingerprint import (
-    connected_windows,
+    Repeat,
+    find_repeats,
     fingerprint,
     fingerprints,
     nearest_power,
     power_above,
-    repeated_segments,
 )
 from stof_compile.fusion.op_kind import OpKind
 from stof_compile.fusion.segment_key import segment_key
@@ -91,43 +93,66 @@ def test_names_do_not_matter(llama):
     assert fingerprint(chain, 1, 6) == fingerprint(renamed, 1, 6)
 
 
-def test_windows_are_connected_and_short(bert):
-    chain = bert(1).chains[0]  # three projections, then attention
-    windows = set(connected_windows(chain))
-    assert (0, 3) in windows and (0, 4) not in windows  # q's linear and k's do not touch
-    assert all(2 <= stop - start <= 6 for start, stop in windows)
-    assert set(connected_windows(small_chain("exp", "sin", "cos"))) == {(0, 2), (0, 3), (1, 3)}
+def distinct(chains):
+    """The chains of different keys, and how often each occurs."""
+    alike = defaultdict(list)
+    for chain in chains:
+        alike[segment_key(chain, 0, len(chain))].append(chain)
+    return [found[0] for found in alike.values()], [len(found) for found in alike.values()]
 
 
 @pytest.mark.parametrize("stack", ["bert", "llama"])
 def test_layers_repeat(stack, request):
-    chains = request.getfixturevalue(stack)(3).chains
-    found = repeated_segments(chains, at_least=3)
-    # all layers are equal: every connected window of a layer is there
-    layer = chains[: len(chains) // 3]
-    wanted = {segment_key(c, a, b) for c in layer for a, b in connected_windows(c)}
-    assert {segment.key for segment in found} == wanted
-    assert len(found) == len(wanted)
-    for segment in found:
-        assert len(segment.places) % 3 == 0
-        for index, start, stop in segment.places:
-            assert segment_key(chains[index], start, stop) == segment.key
-            assert fingerprint(chains[index], start, stop) == segment.fingerprint
-            assert stop - start == segment.ops
-    counts = [len(segment.places) for segment in found]
-    assert counts == sorted(counts, reverse=True)
+    chains, counts = distinct(request.getfixturevalue(stack)(3).chains)
+    found = find_repeats(chains, counts)
+    assert {counts[f.chain] for f in found} == {3} and all(f.times == 3 for f in found)
+    assert all(f.within == () for f in found)
+    lengths = [len(chains[f.chain]) for f in found]
+    assert lengths == sorted(lengths, reverse=True) and 1 not in lengths
+    assert len(found) == sum(n > 1 and len(c) > 1 for c, n in zip(chains, counts, strict=True))
 
 
-def test_one_layer_repeats_only_what_is_in_it_twice(bert):
-    found = repeated_segments(bert(1).chains)
-    assert {s.ops for s in found} == {2, 3} and found[0].places == ((0, 0, 3), (0, 3, 6), (0, 6, 9))
+def test_the_last_layer_is_found_in_a_longer_chain():
+    """It goes on into the norm behind all layers."""
+    layer, longer = small_chain("exp", "sin", "cos"), small_chain("exp", "sin", "cos", "tan")
+    twice = small_chain("exp", "sin", "cos", "exp", "sin", "cos")
+    assert find_repeats([layer, longer], [11, 1]) == [Repeat(0, 12, ((1, 0),))]
+    assert find_repeats([longer, layer], [1, 1]) == [Repeat(1, 2, ((0, 0),))]
+    assert find_repeats([layer, twice], [2, 3])[0] == Repeat(0, 8, ((1, 0), (1, 3)))
+    assert find_repeats([layer, longer], [1, 0]) == []
+    assert find_repeats([small_chain("exp"), layer], [5, 1]) == [], "one op is no layer"
+    wide = small_chain("exp", "sin", "cos", "tan", value=replace(ROW, shape=(2, 33, 64)))
+    assert find_repeats([layer, wide], [1, 1]) == []
 
 
-def test_collisions_are_told_apart(bert, monkeypatch):
-    chains = bert(2).chains
-    honest = {(s.key, s.places) for s in repeated_segments(chains)}
+def test_collisions_are_told_apart(monkeypatch):
+    """Equal kinds, fingerprints that collide: constants are seen by the exact key only."""
+    layer, longer = small_chain("exp", "sin"), small_chain("exp", "sin", "cos")
+    other = OpChain(tuple(replace(op, constants="else") for op in layer.ops))
+    honest = find_repeats([layer, other, longer], [2, 3, 1])
+    assert honest == [Repeat(0, 3, ((2, 0),)), Repeat(1, 3)]
     monkeypatch.setattr(module, "fingerprint", lambda *_: 7)
-    assert {(s.key, s.places) for s in repeated_segments(chains)} == honest
+    assert find_repeats([layer, other, longer], [2, 3, 1]) == honest
+
+
+def test_finding_what_repeats_takes_no_time(bert):
+    """One chain of each key is looked at, whatever the number of layers."""
+    chains, counts = distinct(bert(8).chains)
+    find_repeats(chains, counts)  # draws the weights
+    began = time.perf_counter()
+    found = find_repeats(chains, counts)
+    assert time.perf_counter() - began < 0.05 and [f.times for f in found] == [8, 8]
+
+
+def connected(chain, start, stop):
+    """Whether a run of ops hangs together by its edges."""
+    group = list(range(start, stop))
+    for i in range(start, stop):
+        for operand in chain.ops[i].operands:
+            if operand.position is not None and operand.position >= start:
+                old, new = group[i - start], group[operand.position - start]
+                group = [new if g == old else g for g in group]
+    return len(set(group)) == 1
 
 
 def test_few_collisions(bert, llama):
@@ -137,8 +162,9 @@ def test_few_collisions(bert, llama):
     _dynamo.reset()
     keys = defaultdict(set)
     for chain in [*chains, *llama(1).chains]:
-        for start, stop in connected_windows(chain):
-            keys[fingerprint(chain, start, stop)].add(segment_key(chain, start, stop))
+        for start, stop in combinations(range(len(chain) + 1), 2):
+            if 2 <= stop - start <= 6 and connected(chain, start, stop):
+                keys[fingerprint(chain, start, stop)].add(segment_key(chain, start, stop))
     # the exact key sees constants and operands from outside, which the fingerprint does not
     assert sum(len(k) for k in keys.values()) < 1.2 * len(keys)
 
