@@ -21,6 +21,14 @@ _UNFILLED = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _DRAWS = (RANDOM - _UNFILLED) | DROPOUTS | {"rrelu", "gumbel_softmax"}
 _DROPOUT_PLACE = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _MODES = (*BARRIERS, "_enter", "_exit")
+# where torch and Python keep functions that compute; elsewhere are transforms, hooks and messages
+_COMPUTING = frozenset(
+    {
+        "torch", "torch.functional", "torch.nn.functional", "torch.linalg", "torch.fft",
+        "torch.special", "torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special",
+        "torch._ops.aten", "_operator", "math", "builtins",
+    }
+)  # fmt: skip
 _VALUES = (Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -73,10 +81,22 @@ def has_effect(node: Node) -> bool:
         return True
     if name.startswith(_MODES) or written_arguments(node) or _drops_out(node, name):
         return True
+    if node.op == "call_function" and not _computes(node, name):
+        return True
     if node.meta.get("unbacked_bindings"):  # a size that others have without reading this node
         return True
     # what gives no value is called for something else; code of ours is known
     return "stof_emitted" not in node.meta and not _is_value(node.meta.get("example_value"))
+
+
+def _computes(node: Node, name: str) -> bool:
+    """Whether a function is one of those that compute a value; private ones of torch may switch
+    something, as transforms do.
+    """
+    if "stof_emitted" in node.meta or name.startswith("stof::"):
+        return True
+    private = name.startswith("_") and not name.endswith("__") and "softmax" not in name
+    return getattr(node.target, "__module__", None) in _COMPUTING and not private
 
 
 def _drops_out(node: Node, name: str) -> bool:

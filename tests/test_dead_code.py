@@ -271,6 +271,14 @@ def test_effects_stay(name):
     assert erase_dead(gm.graph) == 0
 
 
+def test_transforms_stay():
+    """Private functions of torch switch them on, and mark what is differentiated."""
+    gm, _ = captured(lambda x: torch.func.grad(lambda y: y.cos().sum())(x), tensor(3))
+    erase_dead(gm.graph)
+    names = {raw_name(node) for node in gm.graph.nodes}
+    assert {"_grad_increment_nesting", "_set_tensor_requires_grad"} <= names
+
+
 def test_inputs_stay():
     gm, _ = captured(lambda x, y: x * 2, tensor(2), tensor(3))
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
