@@ -43,7 +43,7 @@ class ChainStart:
             (at + s.start, at + s.stop): candidate_of(s.template, dict(s.config))
             for s in run.segments
         }
-        legal = all(self._at.refusal(place) is None for place in found if place[1] - place[0] > 1)
+        legal = all(self._at.refusal(place) is None for place in found if _fused(place))
         stop = at + len(run.kinds)
         if legal and not any(a < stop and at < b for a, b in self.tuned):
             self.tuned |= found
@@ -55,8 +55,11 @@ class ChainStart:
         """
         learned = self._learned.scheme(self._at.fingerprints, self._at.kinds)
         if learned is not None and fits(learned, len(self._at.ops)):
-            self.samples = WARM_SAMPLES
-            return [Scheme.from_hex(learned, len(self._at.ops))]
+            scheme = Scheme.from_hex(learned, len(self._at.ops))
+            # what reads from outside, or is claimed there, is no part of a fingerprint
+            if all(self._at.refusal(place) is None for place in scheme.segments if _fused(place)):
+                self.samples = WARM_SAMPLES
+                return [scheme]
         if self.tuned:
             self.samples = WARM_SAMPLES
             inside = {i for a, b in self.tuned for i in range(a, b)}
@@ -79,3 +82,7 @@ class ChainStart:
             self._at.ops, rows, lambda a, b: self._at.refusal((a, b)),
             limits=self._at.ctx.limits, searched=searched,
         )  # fmt: skip
+
+
+def _fused(place: Span) -> bool:
+    return place[1] - place[0] > 1

@@ -85,3 +85,21 @@ def test_a_learned_scheme_is_measured_against_the_initial_one(mlp, tmp_path):
     assert bound(plan) == [(0, WHOLE, "fake")] and plan.final_us < plan.initial_us
     met = [len(recipe.steps) for recipe, _ in bench.asked]
     assert met.count(3) == met.count(2) == 1, "one config of each segment of the initial scheme"
+
+
+def test_a_search_does_not_begin_at_what_is_illegal_here(mlp, tmp_path):
+    """Values that are read from outside are no part of a fingerprint."""
+    graph, chain = mlp
+
+    def legality(start, stop):
+        return "read from outside" if start == 0 and stop > 3 else None
+
+    whole, _, _ = tuned(graph, chain)
+    cold, _, _ = tuned(graph, chain, legality=legality)
+    store = Store(tmp_path, "here")
+    Learned(store).note(fingerprints(chain, 0, len(chain)), whole.code, whole.kinds)
+    plan, _, _ = tuned(graph, chain, store=store, legality=legality)
+    assert plan.code == cold.code != whole.code
+    assert [(s.template, s.config) for s in plan.segments] == [
+        (s.template, s.config) for s in cold.segments
+    ]
