@@ -13,22 +13,35 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from stof_compile.between import BARRIERS, GRAD_MODES
 from stof_compile.memory import written_arguments
-from stof_compile.node_ops import DROPOUTS, RANDOM, argument, raw_name
+from stof_compile.node_ops import VIEWS, argument, operation, raw_name
 
-_UNFILLED = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
-_DRAWS = (RANDOM - _UNFILLED) | DROPOUTS | {"rrelu", "gumbel_softmax"}
-_DROPOUT_PLACE = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-_MODES = (*BARRIERS, "_enter", "_exit")
-# where torch and Python keep functions that compute; elsewhere are transforms, hooks and messages
-_COMPUTING = frozenset(
-    {
-        "torch", "torch.functional", "torch.nn.functional", "torch.linalg", "torch.fft",
-        "torch.special", "torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special",
-        "torch._ops.aten", "_operator", "math", "builtins",
-    }
-)  # fmt: skip
+# What passes leave behind and models compute in vain. Others stay: whether they write, draw random
+# numbers or switch something need not show in their name or schema, and AOTAutograd erases them.
+_COMPUTING = (VIEWS - {"dropout", "requires_grad_", "cpu", "cuda"}) | {
+    # sizes
+    "size", "shape", "dim", "ndim", "numel", "stride", "dtype", "device", "len",
+    # new values
+    "arange", "zeros", "ones", "full", "eye", "linspace", "tensor", "scalar_tensor", "empty",
+    "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+    "new_empty", "new_tensor", "tril", "triu", "one_hot", "clone", "cat", "stack", "repeat",
+    "repeat_interleave", "pad", "roll", "flip", "gather", "index_select", "take_along_dim",
+    "embedding", "meshgrid", "broadcast_tensors", "outer", "diag",
+    # arithmetic
+    "add", "sub", "rsub", "mul", "div", "floordiv", "floor_divide", "mod", "remainder", "pow",
+    "neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "square", "sin",
+    "cos", "tanh", "erf", "sigmoid", "floor", "ceil", "round", "trunc", "sign", "maximum",
+    "minimum", "max", "min", "clamp", "sum", "mean", "var", "prod", "cumsum", "any", "all", "amax",
+    "amin", "argmax", "argmin", "isinf", "isnan", "isfinite", "sym_max", "sym_min", "sym_float",
+    "sym_int", "sym_not", "lshift", "rshift",
+    # logic
+    "and", "or", "not", "xor", "logical_xor", "bitwise_xor", "eq", "ne", "lt", "le", "gt", "ge",
+    "where", "masked_fill",
+    # layers
+    "linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "softmax", "log_softmax",
+    "layer_norm", "rms_norm", "gelu", "relu", "silu", "softplus",
+    "scaled_dot_product_attention",
+}  # fmt: skip
 _VALUES = (Tensor, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -65,45 +78,34 @@ def _is_dead(node: Node) -> bool:
 
 
 def has_effect(node: Node) -> bool:
-    """Whether the graph may be another one without a node that nothing reads."""
+    """Whether the graph may be another one without a node that nothing reads; True if unsure."""
     if node.op == "get_attr":
         return False
-    name = raw_name(node)
-    if node.op not in ("call_function", "call_method") or not name:
-        return True  # a function of the user that Dynamo was told not to look into
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return name != "flex_attention"
-    if "::" in name and not name.startswith("stof::"):
-        return True  # an operator of others: a collective sends messages
-    if node.op == "call_function" and node.is_impure():
-        return True
-    if name in _DRAWS or name in GRAD_MODES or name == "requires_grad_":
-        return True
-    if name.startswith(_MODES) or written_arguments(node) or _drops_out(node, name):
-        return True
-    if node.op == "call_function" and not _computes(node, name):
+    if node.op not in ("call_function", "call_method") or written_arguments(node):
         return True
     if node.meta.get("unbacked_bindings"):  # a size that others have without reading this node
         return True
-    # what gives no value is called for something else; code of ours is known
-    return "stof_emitted" not in node.meta and not _is_value(node.meta.get("example_value"))
-
-
-def _computes(node: Node, name: str) -> bool:
-    """Whether a function is one of those that compute a value; private ones of torch may switch
-    something, as transforms do.
-    """
+    name = raw_name(node)
     if "stof_emitted" in node.meta or name.startswith("stof::"):
-        return True
-    private = name.startswith("_") and not name.endswith("__") and "softmax" not in name
-    return getattr(node.target, "__module__", None) in _COMPUTING and not private
+        return node.op == "call_function" and node.is_impure()
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return name != "flex_attention"
+    known = operation(node) in _COMPUTING and not (_drops_out(node) or _is_private(node))
+    return not known or not _is_value(node.meta.get("example_value"))
 
 
-def _drops_out(node: Node, name: str) -> bool:
-    """Whether attention draws random numbers."""
-    place = _DROPOUT_PLACE.get(name)
-    p = 0.0 if place is None else argument(node, place, "dropout_p", 0.0)
-    return isinstance(p, int | float) and p != 0
+def _is_private(node: Node) -> bool:
+    """Whether a function is of a part of torch that is not for computing, as its transforms are."""
+    where = getattr(node.target, "__module__", None) or ""
+    return node.op == "call_function" and any(part in where for part in ("functorch", "autograd"))
+
+
+def _drops_out(node: Node) -> bool:
+    """Whether attention draws random numbers, or may."""
+    if raw_name(node) != "scaled_dot_product_attention":
+        return False
+    p = argument(node, 4, "dropout_p", 0.0)
+    return not isinstance(p, int | float) or p != 0
 
 
 def _is_value(value: Any) -> bool:

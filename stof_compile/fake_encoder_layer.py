@@ -17,7 +17,7 @@ OPERATOR = "aten::_transformer_encoder_layer_fwd"
 def _fake(src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if src.is_nested:
         raise NotImplementedError(f"{OPERATOR} has no fake kernel for nested tensors")
-    return torch.empty_like(src)
+    return torch.empty_like(src, memory_format=torch.contiguous_format)
 
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, "Meta"):

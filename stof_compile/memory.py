@@ -24,6 +24,13 @@ _STATISTICS = {  # whether they are written unless an argument says so
     "batch_norm": False, "native_batch_norm": False, "cudnn_batch_norm": False,
     "miopen_batch_norm": False, "instance_norm": True,
 }  # fmt: skip
+_OBSERVERS = frozenset(  # write running figures, which no name or schema tells
+    {
+        "_native_batch_norm_legit",
+        "fused_moving_avg_obs_fake_quant",
+        "_fused_moving_avg_obs_fq_helper",
+    }
+)
 
 
 def storages(value: Any) -> frozenset[int]:
@@ -129,7 +136,9 @@ def written_arguments(node: Node) -> list[Node]:
         return _declared(node)
     if not name and node.op == "call_function":
         return list(node.all_input_nodes) if _was_seen_to_write(node) else []
-    if name == "embedding" and argument(node, 3, "max_norm") is not None:
+    if name in _OBSERVERS:
+        return node.all_input_nodes
+    if name in ("embedding", "embedding_bag") and argument(node, 3, "max_norm") is not None:
         return node.all_input_nodes  # rows that are longer are scaled in place
     return []
 

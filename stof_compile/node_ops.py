@@ -44,7 +44,7 @@ VIEWS = (
 INPLACE_OPERATORS = frozenset(
     {
         "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow",
-        "imatmul",
+        "imatmul", "ilshift", "irshift",
     }
 )  # fmt: skip
 # Functions with an argument "inplace" -> its position.
@@ -120,11 +120,8 @@ def is_inplace(node: Node) -> bool:
     name = raw_name(node)
     if not name:
         return False
-    if (
-        name in INPLACE_OPERATORS
-        or name in ("setitem", "__setitem__")
-        or node.kwargs.get("out") is not None
-    ):
+    bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+    if bare in INPLACE_OPERATORS or bare == "setitem" or node.kwargs.get("out") is not None:
         return True
     place = _INPLACE_ARGUMENT.get(name)
     if node.kwargs.get("inplace") is True:

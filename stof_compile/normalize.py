@@ -87,6 +87,8 @@ def functionalize_fresh(graph: Graph, facts: CaptureFacts) -> int:
             continue
         if not _is_private(target, node, place) or node.kwargs.get("out") is not None:
             continue
+        if raw_name(node).startswith("__"):
+            continue  # x.__iadd__(y), which hardly anybody writes
         spelled = (node.target, node.kwargs)
         if node.op == "call_method":
             node.target = str(node.target).rstrip("_")

@@ -1,5 +1,6 @@
 """Dead code goes after each pass that changed something; constants are there when a pass asks."""
 
+import operator
 from functools import wraps
 
 import pytest
@@ -234,6 +235,13 @@ KEPT = {
     "writes to an input": (lambda x: x.add_(1), ["add_"]),
     "writes to a view": (lambda x: x[0].zero_(), ["zero_"]),
     "an operator with out": (lambda x: torch.cos(x, out=x), ["cos"]),
+    "writes by a method": (lambda x: x.view(-1).__imul__(3), ["__imul__"]),
+    "shifts in place": (lambda x: operator.ilshift(x.int(), 1), ["ilshift"]),
+    "scales rows of weights": (
+        lambda x: F.embedding_bag(torch.zeros(1, 1, dtype=torch.long), x, max_norm=0.5),
+        ["embedding_bag"],
+    ),
+    "draws of distributions": (lambda x: torch.binomial(x.abs(), x.sigmoid()), ["binomial"]),
     "sets an item": (lambda x: x.__setitem__(0, 1.0), ["setitem"]),
     "random numbers": (lambda x: torch.rand_like(x), ["rand_like"]),
     "dropout": (lambda x: F.dropout(x, 0.5), ["dropout"]),
