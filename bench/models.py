@@ -210,7 +210,7 @@ def keep_table(module: Any, tokens: int) -> None:
     It is made of the weights before the model is compiled, and is what the layers share in place of
     the bias ``[1, H, S, S]``. Made inside the model it would not stay a table: FlexAttention's
     template takes what its score function reads and nothing has stored yet into its inner loop, so
-    that each score computes the logarithm of its distance (torch 2.11 to 2.13). And Inductor fails
+    that each score computes the logarithm of its distance (code of torch 2.11). And Inductor fails
     where ``torch.cat`` makes it for a GPU ("argument is not comparable", torch 2.11 and 2.12): it
     is the decoder's ``torch.min(k - q, 0)`` at an index that the cat hides in an Identity.
     """

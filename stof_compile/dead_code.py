@@ -32,8 +32,8 @@ _COMPUTING = (VIEWS - {"dropout", "requires_grad_", "cpu", "cuda"}) | {
     "neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "square", "sin",
     "cos", "tanh", "erf", "sigmoid", "floor", "ceil", "round", "trunc", "sign", "maximum",
     "minimum", "max", "min", "clamp", "sum", "mean", "var", "prod", "cumsum", "any", "all", "amax",
-    "amin", "argmax", "argmin", "isinf", "isnan", "isfinite", "sym_max", "sym_min", "sym_float",
-    "sym_int", "sym_not", "lshift", "rshift",
+    "amin", "argmax", "argmin", "logsumexp", "nan_to_num", "isinf", "isnan", "isfinite",
+    "sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "lshift", "rshift",
     # logic
     "and", "or", "not", "xor", "logical_xor", "bitwise_xor", "eq", "ne", "lt", "le", "gt", "ge",
     "where", "masked_fill",
@@ -90,12 +90,12 @@ def has_effect(node: Node) -> bool:
         return node.op == "call_function" and node.is_impure()
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return name != "flex_attention"
-    known = operation(node) in _COMPUTING and not (_drops_out(node) or _is_private(node))
+    known = operation(node) in _COMPUTING and not (_drops_out(node) or _is_transform(node))
     return not known or not _is_value(node.meta.get("example_value"))
 
 
-def _is_private(node: Node) -> bool:
-    """Whether a function is of a part of torch that is not for computing, as its transforms are."""
+def _is_transform(node: Node) -> bool:
+    """Whether a function is one of torch.func or autograd, which switch and mark things."""
     where = getattr(node.target, "__module__", None) or ""
     return node.op == "call_function" and any(part in where for part in ("functorch", "autograd"))
 

@@ -15,7 +15,7 @@ OPERATOR = "aten::_transformer_encoder_layer_fwd"
 
 
 def _fake(src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if src.is_nested:
+    if src.is_nested:  # FakeTensorMode takes this error for "no kernel", as there was none before
         raise NotImplementedError(f"{OPERATOR} has no fake kernel for nested tensors")
     return torch.empty_like(src, memory_format=torch.contiguous_format)
 

@@ -114,7 +114,10 @@ class FakeBench:
 
     def trial(self, recipe, candidate):
         us = self.us(recipe, candidate)
-        run = lambda: (ErrorReport(0.0, 0.0, True), Timing(us, us, us, 3, "clock"))  # noqa: E731
+
+        def run():
+            return ErrorReport(0.0, 0.0, True), Timing(us, us, us, 3, "clock")
+
         return self.table.measure(recipe.key, candidate.template, candidate.settings, run)
 
     def compare(self, schemes, long_turns=False):
