@@ -36,6 +36,7 @@ from stof_compile.packing import Pack, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
+from stof_compile.search.attention_workers import AttentionWorkers
 from stof_compile.search.bench import LIBRARY, DeviceBench
 from stof_compile.search.compile_pool import start_pool
 from stof_compile.search.context import TuningContext
@@ -134,6 +135,12 @@ class Fusion:
             return False
         known = self._store is not None and self._store.get(TUNED_KIND, self._identity) is not None
         return self._plan is None and not known
+
+    @property
+    def attention_workers(self) -> AttentionWorkers | None:
+        """The processes that compile, for attention; None where there are none."""
+        pool = self._bench.pool
+        return None if pool is None else AttentionWorkers(pool, self._context.budget)
 
     def compile_ahead(self) -> bool:
         """Give the processes that compile what the search will most likely ask for.

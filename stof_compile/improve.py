@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from stof_compile.attention.ahead import problems_ahead
 from stof_compile.attention.keep import mask_near_misses
 from stof_compile.attention.lower import LoweringContext, lower_attention
 from stof_compile.attention.match import match_attention
 from stof_compile.attention.regions import region_near_misses
 from stof_compile.attention.resolve import resolve_masks
+from stof_compile.attention.select import send_ahead
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
@@ -147,6 +149,11 @@ def _rewrite(
         if wanted:
             operators = Fusion(gm, facts, opts, store, budget, plan, identity)
             ending.enter_context(operators)
+            ctx = replace(ctx, workers=operators.attention_workers)
+            if ctx.workers is not None:
+                for problem in problems_ahead(gm, facts, resolved, opts, ctx.bound):
+                    if problem.key not in ctx.choices:
+                        send_ahead(problem, store, plan, ctx.workers)
             if operators.compile_ahead() and ahead is not None:
                 form_s = record.timings_s["form ahead"] = ahead()
         started = time.monotonic()

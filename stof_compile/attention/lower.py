@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule
 
+from stof_compile.attention.ahead import Workers
 from stof_compile.attention.call import KernelCall, bind_kernel
 from stof_compile.attention.dynamic import lower_dynamic_site
 from stof_compile.attention.fp8 import fp8_obstacle
@@ -54,6 +55,7 @@ class LoweringContext:
     plan: Plan | None
     choices: dict[str, AttentionPlan]  # problem key -> choice of this compile
     bound: BoundMasks = field(default_factory=BoundMasks)
+    workers: Workers | None = None  # that compile candidates
 
 
 def lower_attention(
@@ -222,7 +224,7 @@ def _choice(problem: AttentionProblem, ctx: LoweringContext, report: SiteReport)
         report.statistics, report.tiles = dict(problem.statistics), problem.tile_map
     choice = ctx.choices.get(problem.key)
     if choice is None:
-        choice = choose(problem, ctx.options, ctx.store, ctx.budget, ctx.plan)
+        choice = choose(problem, ctx.options, ctx.store, ctx.budget, ctx.plan, ctx.workers)
         ctx.choices[problem.key] = choice
     report.choice = choice
     return choice

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from stof_compile.attention.agree import agree
+from stof_compile.attention.ahead import Kernel, Workers
 from stof_compile.attention.call import CUDNN
 from stof_compile.attention.decision_table import decide, packs_well, plausible_configs
 from stof_compile.attention.problem import AttentionProblem
@@ -78,6 +79,7 @@ def choose(
     store: Store | None,
     budget: Budget,
     plan: Plan | None = None,
+    workers: Workers | None = None,
 ) -> AttentionPlan:
     """Choose the kernel of one problem.
 
@@ -87,6 +89,7 @@ def choose(
         store: measured choices kept on disk, None to keep nothing.
         budget: seconds left for measurements, shared by all problems of a compile.
         plan: choices given by the user; they win over everything.
+        workers: processes that compile candidates, None where there are none.
     Raises:
         StofOptionError: a kernel was forced that this device does not have.
         StofUnsupportedError: a kernel was forced that cannot run this problem, or none runs it in
@@ -132,9 +135,10 @@ def choose(
     def decide_here() -> AttentionPlan:
         found = held_choice()
         if found is not None or store is None:
-            return found or _choose_by_measuring(problem, options, None, budget)
+            return found or _choose_by_measuring(problem, options, None, budget, workers)
         with store.lock(problem.key):  # another process may be measuring the same
-            return held_choice() or _choose_by_measuring(problem, options, store, budget)
+            found = held_choice()
+            return found or _choose_by_measuring(problem, options, store, budget, workers)
 
     return agree(
         f"attention/{device_facts(problem.device).arch}/{problem.key}",
@@ -144,6 +148,16 @@ def choose(
         ),
         patience_s=options.tune_budget_s + 60.0,
     )
+
+
+def send_ahead(
+    problem: AttentionProblem, store: Store | None, plan: Plan | None, workers: Workers
+) -> None:
+    """Have compiled what :func:`choose` will measure first, where it will measure."""
+    given = plan is not None and problem.key in plan.attention
+    held = store is not None and store.get("attention", problem.key) is not None
+    if problem.device.type == "cuda" and not given and not held:
+        workers.send(problem, _first_of_families(_candidates(problem)))
 
 
 def _impossible(choice: AttentionPlan, device: str, fp8: bool = False) -> str:
@@ -199,12 +213,10 @@ def _first_config(problem: AttentionProblem, kernel: str) -> tuple[int, ...]:
     return configs[0]
 
 
-def _choose_by_measuring(
-    problem: AttentionProblem, options: StofOptions, store: Store | None, budget: Budget
-) -> AttentionPlan:
-    """Measure the plausible candidates; fall back to the decision table when the budget is
-    spent."""
-    table_kernel, table_config, table_reason = decide(problem)
+def _candidates(problem: AttentionProblem) -> list[Kernel]:
+    """What may be fastest, the decision table's choice first: what is measured before the budget
+    ends must contain the likely winner."""
+    table = decide(problem)[:2]
     candidates = [
         (kernel, config)
         for kernel in KERNELS[problem.device.type]
@@ -212,9 +224,21 @@ def _choose_by_measuring(
         for config in plausible_configs(problem, kernel)
         if kernel != "gather" or problem.device.type == "cpu" or packs_well(problem, config)
     ]
-    # the table's choice first: what is measured before the budget ends must contain the likely
-    # winner
-    candidates.sort(key=lambda c: (c != (table_kernel, table_config), c[0] != "sdpa"))
+    candidates.sort(key=lambda c: (c != table, c[0] != "sdpa"))
+    return candidates
+
+
+def _choose_by_measuring(
+    problem: AttentionProblem,
+    options: StofOptions,
+    store: Store | None,
+    budget: Budget,
+    workers: Workers | None,
+) -> AttentionPlan:
+    """Measure the plausible candidates; fall back to the decision table when the budget is
+    spent."""
+    table_kernel, table_config, table_reason = decide(problem)
+    candidates = _candidates(problem)
     generator = torch.Generator(device=problem.device).manual_seed(options.seed)
     results: list[Candidate] = []
     complete = True
@@ -223,7 +247,7 @@ def _choose_by_measuring(
     for group in (leading, [c for c in candidates if c not in leading]):
         kept = [c for c in group if _ratio(best_us, *c) <= FAMILY_RATIO]
         if problem.device.type == "cuda" and not budget.spent:
-            compile_together(problem, kept, generator)
+            _have_compiled(problem, kept, workers)
         for kernel, config in group:
             ratio = _ratio(best_us, kernel, config)
             if budget.left <= 0:
@@ -232,6 +256,8 @@ def _choose_by_measuring(
             elif (kernel, config) not in kept or ratio > FAMILY_RATIO:
                 reason = f"the first config of its tile sizes took {ratio:.1f}x the best one's time"
             else:
+                if workers is not None:
+                    workers.wait(problem, (kernel, config))
                 found = measure_candidate(problem, kernel, config, generator)
                 results.append(found)
                 if found.median_us is not None:
@@ -274,6 +300,16 @@ def _choose_by_measuring(
     return plan
 
 
+def _have_compiled(
+    problem: AttentionProblem, candidates: Sequence[Kernel], workers: Workers | None
+) -> None:
+    """Have candidates compiled by other processes, or here where there are none."""
+    if workers is not None:
+        workers.send(problem, candidates)
+        candidates = [c for c in candidates if not workers.has(problem, c)]
+    compile_together(problem, candidates)
+
+
 def _family(kernel: str, config: tuple[int, ...]) -> tuple[object, ...]:
     """What decides most of a candidate's time: the kernel and its tile sizes."""
     if kernel != "block":
@@ -290,11 +326,9 @@ def _ratio(best_us: dict[tuple[object, ...], float], kernel: str, config: tuple[
     return 0.0 if known is None else known / min(best_us.values())
 
 
-def _first_of_families(
-    candidates: Sequence[tuple[str, tuple[int, ...]]],
-) -> list[tuple[str, tuple[int, ...]]]:
+def _first_of_families(candidates: Sequence[Kernel]) -> list[Kernel]:
     """The first candidate of each family."""
-    firsts: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
+    firsts: dict[tuple[object, ...], Kernel] = {}
     for candidate in candidates:
         firsts.setdefault(_family(*candidate), candidate)
     return list(firsts.values())

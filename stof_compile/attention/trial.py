@@ -245,9 +245,7 @@ def _kept(
 
 
 def compile_together(
-    problem: AttentionProblem,
-    candidates: Sequence[tuple[str, tuple[int, ...]]],
-    generator: torch.Generator,
+    problem: AttentionProblem, candidates: Sequence[tuple[str, tuple[int, ...]]]
 ) -> None:
     """Call Triton candidates once on a GPU, in threads: most of a compilation runs without Python's
     lock.
@@ -257,13 +255,12 @@ def compile_together(
     wanted = [c for c in candidates if c[0] != "sdpa"]
     if len(wanted) < 2:
         return
-    inputs = _random_inputs(problem, generator)
+    inputs = _inputs_for_compiling(problem)
 
     def call_once(candidate: tuple[str, tuple[int, ...]]) -> None:
         try:
-            call = calls[candidate]
             with torch.cuda.device(problem.device):
-                _timed(problem, call)(*_prepared(call, [inputs])[0])
+                _timed(problem, calls[candidate])(*_prepared(calls[candidate], [inputs])[0])
         except Exception as failure:  # told where it is measured
             logger.debug("attention candidate %s failed in a thread: %r", candidate, failure)
 
@@ -276,3 +273,18 @@ def compile_together(
     with ThreadPoolExecutor(min(COMPILE_THREADS, len(wanted))) as threads:
         list(threads.map(call_once, calls))
     torch.cuda.synchronize(problem.device)
+
+
+def compile_candidate(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> None:
+    """Compile a Triton candidate in a process that launches nothing.
+
+    Raises:
+        StofUnsupportedError: no such kernel, or one that cannot run the problem.
+        Exception: whatever a compiler raises.
+    """
+    call = bind_kernel(problem, kernel, config)
+    _timed(problem, call)(*_prepared(call, [_inputs_for_compiling(problem)])[0])
+
+
+def _inputs_for_compiling(problem: AttentionProblem) -> tuple[Any, ...]:
+    return _random_inputs(problem, torch.Generator(problem.device).manual_seed(0))

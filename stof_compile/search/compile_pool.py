@@ -17,7 +17,8 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from itertools import count
+from queue import PriorityQueue
 from typing import Any
 
 from stof_compile.fusion.recipe import Recipe
@@ -44,6 +45,25 @@ class Job:
     environment: TritonEnvironment
 
 
+@dataclass(frozen=True)
+class AttentionJob:
+    """One attention candidate to compile.
+
+    Args:
+        problem: an ``AttentionProblem``, pickled. template, config: the kernel and its config.
+        device, environment: as in :class:`Job`.
+    """
+
+    problem: bytes
+    template: str
+    config: tuple[int, ...]
+    device: str
+    environment: TritonEnvironment
+
+
+FIRST, LATER = 0, 1  # of a job: attention is measured before products are
+
+
 class CompilePool:
     """Workers and the jobs they still have to do.
 
@@ -57,7 +77,8 @@ class CompilePool:
     """
 
     def __init__(self, workers: int, command: list[str] | None = None) -> None:
-        self._jobs: SimpleQueue[tuple[Job, Future[str]] | None] = SimpleQueue()
+        self._jobs: PriorityQueue[tuple[int, int, _Item]] = PriorityQueue()
+        self._numbers = count()  # jobs of a kind keep their order
         self._closed = False
         self._started = time.monotonic()
         self.ready = False
@@ -73,10 +94,14 @@ class CompilePool:
             self._threads.append(thread)
             thread.start()
 
-    def submit(self, job: Job) -> Future[str]:
-        """Queue a job; its result is "" or why it failed. Cancelled futures are skipped."""
+    def submit(self, job: Job | AttentionJob) -> Future[str]:
+        """Queue a job; its result is "" or why it failed. Cancelled futures are skipped.
+
+        Attention goes before whatever else waits.
+        """
         future: Future[str] = Future()
-        self._jobs.put((job, future))
+        priority = FIRST if isinstance(job, AttentionJob) else LATER
+        self._jobs.put((priority, next(self._numbers), (job, future)))
         return future
 
     @property
@@ -90,7 +115,7 @@ class CompilePool:
         for process in self._processes:
             process.kill()
         for _ in self._processes:
-            self._jobs.put(None)
+            self._jobs.put((FIRST, next(self._numbers), None))
         for process in self._processes:
             process.wait()
 
@@ -106,7 +131,7 @@ class CompilePool:
         self.ready = True
         log.debug("a compile worker is ready after %.1f s", time.monotonic() - self._started)
         while not self._closed:
-            item = self._jobs.get()
+            _, _, item = self._jobs.get()
             if item is None:
                 return
             job, future = item
@@ -117,13 +142,16 @@ class CompilePool:
                 process.stdin.flush()
                 failed = str(pickle.load(process.stdout))
                 if failed:
-                    what = job.template, dict(job.config), failed
+                    what = job.template, job.config, failed
                     log.debug("a worker could not compile %s %s: %s", *what)
                 future.set_result(failed)
             except Exception as failure:  # the worker is of no use any more
                 future.set_result(f"the worker ended: {failure!r}")
                 process.kill()
                 return
+
+
+_Item = tuple[Job | AttentionJob, "Future[str]"] | None
 
 
 def start_pool() -> CompilePool | None:

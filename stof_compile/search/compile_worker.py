@@ -13,7 +13,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from stof_compile.search.compile_pool import Job
+import stof_compile.ops
+import stof_compile.ops_cpu  # noqa: F401
+from stof_compile.attention.trial import compile_candidate
+from stof_compile.search.compile_pool import AttentionJob, Job
 from stof_compile.templates import TEMPLATES
 from stof_compile.templates.base import TILELANG
 
@@ -33,28 +36,34 @@ def main() -> None:
         _answer(answers, run(job))
 
 
-def run(job: Job) -> str:
+def run(job: Job | AttentionJob) -> str:
     """Compile one candidate; returns "" or why it failed."""
     try:
-        (template,) = (t for t in TEMPLATES if t.name == job.template)
         device = torch.device(job.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         job.environment.take()
-        operands = [
-            torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device=device)
-            for o in job.recipe.operands
-        ]
-        if template.name.startswith(TILELANG):
-            _launch_no_tiles()
-        with torch.no_grad():
-            template.build(job.recipe, dict(job.config)).run(operands)
+        if isinstance(job, AttentionJob):
+            compile_candidate(pickle.loads(job.problem), job.template, job.config)
+        else:
+            _compile_segment(job, device)
         if device.type == "cuda":
-            del operands
             torch.cuda.empty_cache()  # the process that times needs the memory
     except Exception as failure:  # told to the pool: the candidate is compiled where it is timed
         return f"{type(failure).__name__}: {failure}"
     return ""
+
+
+def _compile_segment(job: Job, device: torch.device) -> None:
+    (template,) = (t for t in TEMPLATES if t.name == job.template)
+    operands = [
+        torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device=device)
+        for o in job.recipe.operands
+    ]
+    if template.name.startswith(TILELANG):
+        _launch_no_tiles()
+    with torch.no_grad():
+        template.build(job.recipe, dict(job.config)).run(operands)
 
 
 def _launch_nothing() -> None:

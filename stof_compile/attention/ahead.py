@@ -1,0 +1,76 @@
+"""Attention candidates that other processes compile before they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch.fx import GraphModule
+
+from stof_compile.attention.fp8 import fp8_obstacle
+from stof_compile.attention.match import match_attention
+from stof_compile.attention.problem import AttentionProblem
+from stof_compile.attention.resolve import ResolvedMasks
+from stof_compile.attention.site_problem import (
+    BoundMasks,
+    attention_problem,
+    has_dynamic_lengths,
+    static_spec,
+)
+from stof_compile.capture import CaptureFacts
+from stof_compile.graph_copy import copy_graph
+from stof_compile.masks.split import split_mask
+from stof_compile.measure import real_tensors
+from stof_compile.options import StofOptions
+from stof_compile.static_values import StaticValues
+
+Kernel = tuple[str, tuple[int, ...]]  # a kernel and its config
+
+
+class Workers(Protocol):
+    """Processes that compile attention candidates; they help, and nothing depends on them."""
+
+    def send(self, problem: AttentionProblem, candidates: Sequence[Kernel]) -> None:
+        """Have candidates compiled; what was sent before, or cannot be sent, is left out."""
+
+    def has(self, problem: AttentionProblem, candidate: Kernel) -> bool:
+        """Whether a candidate was sent and is, or will be, compiled."""
+
+    def wait(self, problem: AttentionProblem, candidate: Kernel) -> None:
+        """Wait until a candidate is compiled, or will not be."""
+
+
+def problems_ahead(
+    gm: GraphModule,
+    facts: CaptureFacts,
+    resolved: ResolvedMasks,
+    options: StofOptions,
+    bound: BoundMasks,
+) -> list[AttentionProblem]:
+    """The problems that lowering a graph will choose kernels for, each once.
+
+    The graph stays as it is. Calls of ``sparse_attention``, and sites whose lengths or masks only
+    the run knows, are left out.
+    """
+    if options.attention != "auto" or options.tune_budget_s <= 0:
+        return []
+    copy = copy_graph(gm)
+    facts = replace(facts, static=StaticValues(copy.graph, facts.static.buffers))
+    found: dict[str, AttentionProblem] = {}
+    for site in match_attention(copy, facts)[0]:
+        if site.form in ("flex", "stof"):
+            continue
+        option = resolved.by_site.get(site.name)
+        parts = split_mask(copy, facts, site)
+        unknown = parts.static_graph is not None or parts.dynamic is not None
+        if unknown or has_dynamic_lengths(site, option):
+            continue
+        with real_tensors(), torch.inference_mode(False):
+            spec, offset = static_spec(site, option, parts, bound)
+            problem = attention_problem(site, parts, spec, offset, facts)
+            if options.fp8 and not fp8_obstacle(problem, options.attention):
+                problem = replace(problem, fp8=True)
+            found.setdefault(problem.key, problem)
+    return list(found.values())
