@@ -9,6 +9,7 @@ from attention import describe_site
 
 SEARCH_NOTES = ("fusion measured", "whole graph", "launched one by one")
 """How notes begin that say what the search had time for, and which form was kept."""
+STEPS = ("form ahead", "attention", "fusion", "verdict")  # of a compile, whose seconds are told
 
 
 def stof_detail(compiled: Any) -> str:
@@ -30,7 +31,9 @@ def scheme_texts(records: Sequence[Any]) -> list[str]:
             )
         for pack in record.packs:
             texts.append(f"{pack.count}x {'packed' if pack.packed else 'apart'} {pack.sizes}")
-        texts += [note for note in record.notes if note.startswith(SEARCH_NOTES)]
+        notes = [note for note in record.notes if note.startswith(SEARCH_NOTES)]
+        spent = [f"{s} {record.timings_s[s]:.1f}" for s in STEPS if s in record.timings_s]
+        texts += [*notes, *([f"seconds: {', '.join(spent)}"] if notes and spent else [])]
     return texts
 
 

@@ -189,7 +189,7 @@ class Fusion:
         if self._store is not None and self._identity and result.trials:
             self._store.put(TUNED_KIND, self._identity, {"trials": result.trials})
         result.seconds = time.monotonic() - started
-        for part in ("measuring_s", "compiling_s", "first_calls_s", "timing_s"):
+        for part in ("measuring_s", "compiling_s", "first_calls_s", "timing_s", "first_calls"):
             setattr(result, part, getattr(bench, part))
         if ctx.forced and not any(p.source == "forced" for p in result.chains.values()):
             raise StofOptionError(

@@ -29,7 +29,8 @@ class FusionResult:
         unplanned: chains in words that a template takes a part of and that a plan made for other
             graphs does not have.
         seconds: spent in all. measuring_s: of these, spent compiling, checking and timing.
-            compiling_s, first_calls_s, timing_s: parts of that, as of ``DeviceBench``.
+            compiling_s, first_calls_s, timing_s: parts of that; first_calls: the second by
+            template. All as of ``DeviceBench``.
     """
 
     chains: dict[str, ChainPlan] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class FusionResult:
     compiling_s: float = 0.0
     first_calls_s: float = 0.0
     timing_s: float = 0.0
+    first_calls: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from stof_compile.dump import Record
 from stof_compile.fusion_result import FusionResult
 
+MAX_TEMPLATES = 3  # whose first calls are told
 MAX_REPEATS = 8  # told of a graph
 
 logger = logging.getLogger("stof_compile")
@@ -35,5 +37,12 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         record.notes.append(
             f"fusion measured {result.trials} candidates in {result.measuring_s:.1f} s: "
             f"{result.compiling_s:.1f} s waiting for compilers, {result.first_calls_s:.1f} s in "
-            f"first calls, {result.timing_s:.1f} s timing"
+            f"first calls{_longest(result.first_calls)}, {result.timing_s:.1f} s timing"
         )
+
+
+def _longest(calls: Mapping[str, tuple[int, float]]) -> str:
+    """The templates whose first calls took longest, in brackets; empty where there are none."""
+    most = sorted(calls.items(), key=lambda call: -call[1][1])[:MAX_TEMPLATES]
+    parts = [f"{count} of {name} {seconds:.1f}" for name, (count, seconds) in most]
+    return f" ({', '.join(parts)})" if parts else ""

@@ -44,6 +44,7 @@ def fused(capture, monkeypatch):
             made[0].release = lambda: None
             made[0].measuring_s = made[0].compiling_s = 0.0
             made[0].first_calls_s = made[0].timing_s = 0.0
+            made[0].first_calls = {}
             return made[0]
 
         refuses = SimpleNamespace(
