@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -32,7 +33,7 @@ from stof_compile.measure import (
     time_callable,
 )
 from stof_compile.search.compile_pool import CompilePool, Job, start_pool
-from stof_compile.search.library import library_call
+from stof_compile.search.library import library_call, needs_compiling
 from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
 from stof_compile.search.scheme_calls import scheme_calls
@@ -43,6 +44,8 @@ from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger(__name__)
 
+OWN_SETTINGS = ("_", "trace", "compile_threads", "worker_")
+"""How settings of Inductor begin that a process has for itself."""
 LIBRARY = "inductor"
 """Template name of a segment that is left as it is."""
 
@@ -148,6 +151,7 @@ class DeviceBench:
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Result]] = field(default_factory=dict)
     _compiling: dict[tuple[str, Candidate], Future[str]] = field(default_factory=dict)
+    _settings: bytes = b""  # of Inductor, for workers
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """See :class:`SegmentBench`."""
@@ -185,7 +189,12 @@ class DeviceBench:
 
     def prepare(self, recipe: Recipe, candidates: Sequence[Candidate]) -> None:
         """Have candidates compiled by the pool; each is waited for when it is measured."""
-        ready = {LIBRARY, *(t.name for t in self.templates if t.is_library)}
+        if self.device.type != "cuda" or self.budget.spent:
+            return
+        self._settings = self._settings or inductor_settings()
+        ready = {t.name for t in self.templates if t.is_library}
+        if not needs_compiling(recipe):
+            ready.add(LIBRARY)
         wanted = [
             c
             for c in candidates
@@ -193,18 +202,17 @@ class DeviceBench:
             and (recipe.key, c) not in self._compiling
             and self.known(recipe, c) is None
         ]
-        if not wanted or self.device.type != "cuda" or self.budget.spent:
+        if not wanted:
             return
         if self.pool is None:
             self.pool = start_pool()
-        if self.pool is None:
-            return
-        if not self.pool.alive:
+        if self.pool is None or not self.pool.alive:
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         environment = TritonEnvironment.of_this_process(self.device)
         for c in wanted:
-            job = Job(recipe, c.template, c.config, f"cuda:{index}", environment)
+            of_inductor = self._settings if c.template == LIBRARY else b""
+            job = Job(recipe, c.template, c.config, f"cuda:{index}", environment, of_inductor)
             self._compiling[recipe.key, c] = self.pool.submit(job)
 
     def _await_compiled(self, recipe: Recipe, candidate: Candidate) -> None:
@@ -212,8 +220,8 @@ class DeviceBench:
         is recorded, where it is measured.
         """
         future = self._compiling.get((recipe.key, candidate))
-        if future is None:
-            return
+        if future is None or (candidate.template == LIBRARY and future.cancel()):
+            return  # Inductor takes less time for a segment than waiting for its turn may
         started = time.monotonic()
         while not future.done():
             if self.pool is None or not self.pool.alive or self.budget.spent:
@@ -397,3 +405,21 @@ class DeviceBench:
     def _modes(self) -> Iterator[None]:
         with real_tensors(), torch.no_grad():
             yield
+
+
+def inductor_settings() -> bytes:
+    """Inductor's settings as far as they are plain values, pickled for a process that compiles for
+    this one: what else they hold may be code of the user's, which no other process imports.
+    """
+    import torch._inductor.config as settings
+
+    held = settings.get_config_copy().items()
+    return pickle.dumps({k: v for k, v in held if not k.startswith(OWN_SETTINGS) and _is_plain(v)})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(kept) for key, kept in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

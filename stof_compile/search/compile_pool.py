@@ -36,6 +36,7 @@ class Job:
 
     Args:
         recipe, template, config: what. device: "cuda:<n>". environment: of the timing process.
+        inductor: its settings of Inductor, pickled; for segments as Inductor compiles them.
     """
 
     recipe: Recipe
@@ -43,6 +44,12 @@ class Job:
     config: tuple[tuple[str, Any], ...]
     device: str
     environment: TritonEnvironment
+    inductor: bytes = b""
+
+    @property
+    def turn(self) -> int:
+        """Whose turn it is, the lowest first: what Inductor makes of a segment is timed first."""
+        return 1 if self.inductor else 2
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,7 @@ class AttentionJob:
     config: tuple[int, ...]
     device: str
     environment: TritonEnvironment
-
-
-FIRST, LATER = 0, 1  # of a job: attention is measured before products are
+    turn = 0  # attention is chosen before products
 
 
 class CompilePool:
@@ -85,10 +90,12 @@ class CompilePool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         started = command or [sys.executable, "-m", WORKER_MODULE]
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker has no pool
         for _ in range(workers):
             process = subprocess.Popen(
-                started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+                started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=environment,
+            )  # fmt: skip
             thread = threading.Thread(target=self._serve, args=(process,), daemon=True)
             self._processes.append(process)
             self._threads.append(thread)
@@ -97,11 +104,10 @@ class CompilePool:
     def submit(self, job: Job | AttentionJob) -> Future[str]:
         """Queue a job; its result is "" or why it failed. Cancelled futures are skipped.
 
-        Attention goes before whatever else waits.
+        Jobs with a lower ``turn`` go before others that wait.
         """
         future: Future[str] = Future()
-        priority = FIRST if isinstance(job, AttentionJob) else LATER
-        self._jobs.put((priority, next(self._numbers), (job, future)))
+        self._jobs.put((job.turn, next(self._numbers), (job, future)))
         return future
 
     @property
@@ -115,7 +121,7 @@ class CompilePool:
         for process in self._processes:
             process.kill()
         for _ in self._processes:
-            self._jobs.put((FIRST, next(self._numbers), None))
+            self._jobs.put((-1, next(self._numbers), None))
         for process in self._processes:
             process.wait()
 

@@ -12,11 +12,14 @@ from functools import cache
 from typing import Any, BinaryIO
 
 import torch
+import torch._inductor.config
 
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.trial import compile_candidate
+from stof_compile.search.bench import LIBRARY
 from stof_compile.search.compile_pool import AttentionJob, Job
+from stof_compile.search.library import library_call
 from stof_compile.templates import TEMPLATES
 from stof_compile.templates.base import TILELANG
 
@@ -55,11 +58,17 @@ def run(job: Job | AttentionJob) -> str:
 
 
 def _compile_segment(job: Job, device: torch.device) -> None:
-    (template,) = (t for t in TEMPLATES if t.name == job.template)
     operands = [
         torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device=device)
         for o in job.recipe.operands
     ]
+    if job.template == LIBRARY:
+        if job.inductor:  # by it, too, Inductor looks up what was compiled
+            torch._inductor.config.load_config(pickle.loads(job.inductor))
+        with torch.no_grad():
+            library_call(job.recipe, operands)
+        return
+    (template,) = (t for t in TEMPLATES if t.name == job.template)
     if template.name.startswith(TILELANG):
         _launch_no_tiles()
     with torch.no_grad():

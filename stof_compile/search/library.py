@@ -28,8 +28,7 @@ def library_call(
     Args:
         operands: tensors it will be called with (their shapes and strides count).
     """
-    working = [step.kind for step in recipe.steps if step.kind != "reshape"]
-    if working in ([], ["linear"]):
+    if not needs_compiling(recipe):
         return lambda *given: run_recipe(recipe, given)
     from torch._inductor.compile_fx import compile_fx
 
@@ -40,6 +39,12 @@ def library_call(
         return parts if len(parts) > 1 else parts[0]
 
     return run
+
+
+def needs_compiling(recipe: Recipe) -> bool:
+    """Whether Inductor writes a kernel for a recipe: one of a product calls the library."""
+    working = [step.kind for step in recipe.steps if step.kind != "reshape"]
+    return working not in ([], ["linear"])
 
 
 def recipe_graph(recipe: Recipe) -> GraphModule:

@@ -1,13 +1,18 @@
 """Workers that compile: the protocol, with jobs that need no GPU."""
 
+import pickle
 import sys
 import time
 
 import pytest
 import torch
+from torch import _inductor as inductor
 
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
+from stof_compile.measure import real_tensors
+from stof_compile.search.bench import LIBRARY, inductor_settings
 from stof_compile.search.compile_pool import CompilePool, Job
+from stof_compile.search.library import library_call, needs_compiling
 from stof_compile.triton_environment import TritonEnvironment
 
 ECHO = """
@@ -68,3 +73,45 @@ def test_the_real_worker_says_why_it_cannot():
         assert "ValueError" in pool.submit(job("no such template")).result(60)
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("own", [{}, {"cpp.simdlen": 1}], ids=["default", "own settings"])
+def test_the_search_finds_what_a_worker_compiled_with_inductor(
+    own, tmp_path, monkeypatch, fresh_dynamo
+):
+    """In a back end, where the search runs: no kernel of Inductor is compiled again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    operands, compiled = [torch.randn(4, 4)], []
+    with inductor.config.patch(own):
+        settings, pool = inductor_settings(), CompilePool(1)
+        try:
+            environment = TritonEnvironment.of_this_process(torch.device("cpu"))
+            work = Job(RECIPE, LIBRARY, (), "cpu", environment, settings)
+            assert pool.submit(work).result(120) == ""
+        finally:
+            pool.close()
+
+        def backend(gm, inputs):
+            compiled.append(sorted(tmp_path.rglob("*.so")))
+            with real_tensors(), torch.no_grad():
+                call = library_call(RECIPE, operands)
+            compiled.append(sorted(tmp_path.rglob("*.so")))
+            torch.testing.assert_close(call(*operands), operands[0].exp())
+            return gm.forward
+
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    before, after = compiled
+    assert before == after and before
+
+
+def test_products_are_the_librarys_and_need_no_compiling():
+    linear = Step("linear", (Ref("operand", 0), Ref("operand", 1)), (4, 4), torch.float32)
+    assert not needs_compiling(Recipe((SPEC, SPEC), (linear,)))
+    assert needs_compiling(RECIPE)
+
+
+def test_settings_that_hold_code_stay_here():
+    with inductor.config.patch({"cpp.simdlen": 1, "inductor_choices_class": lambda: None}):
+        held = pickle.loads(inductor_settings())
+    assert held["cpp.simdlen"] == 1 and "inductor_choices_class" not in held
+    assert not any(map(callable, held.values()))

@@ -1,5 +1,6 @@
 """The bench itself, on the CPU, where the only candidate is what Inductor makes of a recipe."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -107,6 +108,35 @@ def test_a_librarys_kernel_is_not_called_ahead(bench, monkeypatch):
     bench.pool = Pool()
     bench.prepare(recipe, bench.candidates(recipe))
     assert jobs and set(jobs) == {"triton_linear"}
+
+
+def test_what_inductor_makes_of_a_segment_is_sent_and_not_waited_for_in_the_queue(
+    bench, monkeypatch
+):
+    from stof_compile.templates.triton_linear import TritonLinear
+
+    recipe, jobs, futures = linear_recipe(activation="relu"), [], []
+
+    class Pool:
+        alive = ready = True
+
+        def submit(self, job):
+            jobs.append(job)
+            futures.append(Future())
+            return futures[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(f"{DeviceBench.__module__}.TritonEnvironment", MagicMock())
+    bench.templates, bench.device, bench.pool = (TritonLinear(),), torch.device("cuda"), Pool()
+    alone, library = linear_recipe(), Candidate(LIBRARY)
+    bench.prepare(alone, [library])  # cuBLAS: nothing to compile
+    assert jobs == []
+    bench.prepare(recipe, [library, bench.candidates(recipe)[0]])
+    assert [job.template for job in jobs] == [LIBRARY, "triton_linear"]
+    assert [bool(job.inductor) for job in jobs] == [True, False]
+    assert [job.turn for job in jobs] == [1, 2]
+    bench._await_compiled(recipe, library)  # it waits for its turn: compiled here
+    assert futures[0].cancelled()
 
 
 def test_a_librarys_kernel_that_drops_nan_fails_its_trial(bench, monkeypatch):
