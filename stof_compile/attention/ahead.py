@@ -17,6 +17,7 @@ from stof_compile.attention.site_problem import (
     BoundMasks,
     attention_problem,
     has_dynamic_lengths,
+    static_obstacle,
     static_spec,
 )
 from stof_compile.capture import CaptureFacts
@@ -64,8 +65,9 @@ def problems_ahead(
             continue
         option = resolved.by_site.get(site.name)
         parts = split_mask(copy, facts, site)
-        unknown = parts.static_graph is not None or parts.dynamic is not None
-        if unknown or has_dynamic_lengths(site, option):
+        if parts.static_graph is not None or has_dynamic_lengths(site, option):
+            continue
+        if static_obstacle(site, option, parts):
             continue
         with real_tensors(), torch.inference_mode(False):
             spec, offset = static_spec(site, option, parts, bound)

@@ -26,8 +26,7 @@ from stof_compile.attention.site_problem import (
     BoundMasks,
     attention_problem,
     has_dynamic_lengths,
-    lengths,
-    option_offset,
+    static_obstacle,
     static_spec,
 )
 from stof_compile.attention.site_report import SiteReport, site_shape
@@ -123,34 +122,11 @@ def _lower_site(
                 if ctx.options.fp8:
                     _without_fp8("its lengths are symbolic", ctx, report)
             return
-        obstacle = _obstacle(site, option, parts)
+        obstacle = static_obstacle(site, option, parts)
         if not obstacle:
             obstacle = _lower_static(gm, site, option, parts, ctx, report)
         if obstacle:
             keep(obstacle)
-
-
-def _obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) -> str:
-    """Why a site with known lengths must stay; empty when it can be rewritten."""
-    if parts.dynamic is not None:
-        return "; ".join(parts.reasons) or "its mask is known only at run time"
-    if parts.static_empty_rows and parts.finfo_min:
-        return (
-            "its mask leaves rows without a key, and the model gives those the mean of the values "
-            "or the unmasked attention"
-        )
-    if option is None:
-        return ""
-    q_len, k_len = lengths(site)
-    first = option_offset(site, q_len, k_len)
-    if first is None:
-        return "the position of the queries is known only at run time"
-    if first < 0:
-        return (
-            f"{q_len} queries end with {k_len} keys for the mask of the options, and a block mask "
-            "has no queries before the first key"
-        )
-    return ""
 
 
 def _lower_static(

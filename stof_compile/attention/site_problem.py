@@ -84,6 +84,33 @@ class BoundMasks:
         return self._joined[key][1]
 
 
+def static_obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) -> str:
+    """Why a site with known lengths must stay; empty when it can be rewritten.
+
+    Raises:
+        StofMaskError: the position of the queries for the option's mask cannot be told.
+    """
+    if parts.dynamic is not None:
+        return "; ".join(parts.reasons) or "its mask is known only at run time"
+    if parts.static_empty_rows and parts.finfo_min:
+        return (
+            "its mask leaves rows without a key, and the model gives those the mean of the values "
+            "or the unmasked attention"
+        )
+    if option is None:
+        return ""
+    q_len, k_len = lengths(site)
+    first = option_offset(site, q_len, k_len)
+    if first is None:
+        return "the position of the queries is known only at run time"
+    if first < 0:
+        return (
+            f"{q_len} queries end with {k_len} keys for the mask of the options, and a block mask "
+            "has no queries before the first key"
+        )
+    return ""
+
+
 def static_spec(
     site: AttentionSite, option: MaskSpec | None, parts: MaskParts, bound: BoundMasks
 ) -> tuple[MaskSpec | None, int]:
