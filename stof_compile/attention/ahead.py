@@ -11,8 +11,10 @@ from torch.fx import GraphModule
 
 from stof_compile.attention.fp8 import fp8_obstacle
 from stof_compile.attention.match import match_attention
+from stof_compile.attention.nested import read_nested
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.resolve import ResolvedMasks
+from stof_compile.attention.site import AttentionSite
 from stof_compile.attention.site_problem import (
     BoundMasks,
     attention_problem,
@@ -22,7 +24,8 @@ from stof_compile.attention.site_problem import (
 )
 from stof_compile.capture import CaptureFacts
 from stof_compile.graph_copy import copy_graph
-from stof_compile.masks.split import split_mask
+from stof_compile.masks.spec import MaskSpec
+from stof_compile.masks.split import MaskParts, split_mask
 from stof_compile.measure import real_tensors
 from stof_compile.options import StofOptions
 from stof_compile.static_values import StaticValues
@@ -52,8 +55,7 @@ def problems_ahead(
 ) -> list[AttentionProblem]:
     """The problems that lowering a graph will choose kernels for, each once.
 
-    The graph stays as it is. Calls of ``sparse_attention``, and sites whose lengths or masks only
-    the run knows, are left out.
+    The graph stays as it is. Sites whose lengths or masks only the run knows are left out.
     """
     if options.attention != "auto" or options.tune_budget_s <= 0:
         return []
@@ -61,18 +63,41 @@ def problems_ahead(
     facts = replace(facts, static=StaticValues(copy.graph, facts.static.buffers))
     found: dict[str, AttentionProblem] = {}
     for site in match_attention(copy, facts)[0]:
-        if site.form in ("flex", "stof"):
+        if site.form == "flex":
             continue
         option = resolved.by_site.get(site.name)
-        parts = split_mask(copy, facts, site)
-        if parts.static_graph is not None or has_dynamic_lengths(site, option):
-            continue
-        if static_obstacle(site, option, parts):
-            continue
+        parts = None if site.form == "stof" else split_mask(copy, facts, site)
         with real_tensors(), torch.inference_mode(False):
-            spec, offset = static_spec(site, option, parts, bound)
-            problem = attention_problem(site, parts, spec, offset, facts)
+            problem = _problem(site, option, parts, facts, bound)
+            if problem is None:
+                continue
             if options.fp8 and not fp8_obstacle(problem, options.attention):
                 problem = replace(problem, fp8=True)
             found.setdefault(problem.key, problem)
     return list(found.values())
+
+
+def _problem(
+    site: AttentionSite,
+    option: MaskSpec | None,
+    parts: MaskParts | None,
+    facts: CaptureFacts,
+    bound: BoundMasks,
+) -> AttentionProblem | None:
+    """What a site asks for, None where that is not known or it will stay.
+
+    Args:
+        parts: of its mask; None for a call of ``sparse_attention``.
+    """
+    if parts is None:
+        nested = read_nested(site, option, facts)
+        if isinstance(nested, str):
+            return None
+        parts = MaskParts(padding=nested.padding, bias=nested.bias)
+        problem = attention_problem(nested.site, parts, nested.spec, nested.offset, facts)
+        return replace(problem, fp8=nested.fp8)
+    if parts.static_graph is not None or has_dynamic_lengths(site, option):
+        return None
+    if static_obstacle(site, option, parts):
+        return None
+    return attention_problem(site, parts, *static_spec(site, option, parts, bound), facts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from stof_compile import improve, masks
+from stof_compile import improve, masks, sparse_attention
 from stof_compile.attention import ahead, select
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.select import choose, send_ahead
@@ -39,7 +39,7 @@ class Noted:
 
 
 class Model(torch.nn.Module):
-    """Two layers of self-attention with a padding, one without, one of half the length."""
+    """Two layers of self-attention with a padding, one without, one of ours of half the length."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,10 @@ class Model(torch.nn.Module):
             given = x[:, :32] if number == 3 else x
             q, k, v = layer(given).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
             mask = keep[:, None, None, :] if number < 2 else None
-            out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            if number < 3:
+                out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            else:
+                out = sparse_attention(q, k, v, mask=masks.sliding_window(8))
             x = given + out.transpose(1, 2).flatten(-2)
         return x
 
