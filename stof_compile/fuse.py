@@ -136,7 +136,6 @@ class Fusion:
         known = self._store is not None and self._store.get(TUNED_KIND, self._identity) is not None
         return self._plan is None and not known
 
-    @property
     def attention_workers(self) -> AttentionWorkers | None:
         """The processes that compile, for attention; None where there are none."""
         pool = self._bench.pool

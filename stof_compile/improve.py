@@ -18,7 +18,7 @@ from stof_compile.attention.keep import mask_near_misses
 from stof_compile.attention.lower import LoweringContext, lower_attention
 from stof_compile.attention.match import match_attention
 from stof_compile.attention.regions import region_near_misses
-from stof_compile.attention.resolve import resolve_masks
+from stof_compile.attention.resolve import ResolvedMasks, resolve_masks
 from stof_compile.attention.select import send_ahead
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.budget import Budget
@@ -32,6 +32,7 @@ from stof_compile.fuse import Fusion
 from stof_compile.fusion_result import FusionResult
 from stof_compile.graph_copy import copy_graph
 from stof_compile.graph_key import graph_key, graph_words
+from stof_compile.measure import real_tensors
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Plan, PlanFile
@@ -149,11 +150,8 @@ def _rewrite(
         if wanted:
             operators = Fusion(gm, facts, opts, store, budget, plan, identity)
             ending.enter_context(operators)
-            ctx = replace(ctx, workers=operators.attention_workers)
-            if ctx.workers is not None:
-                for problem in problems_ahead(gm, facts, resolved, opts, ctx.bound):
-                    if problem.key not in ctx.choices:
-                        send_ahead(problem, store, plan, ctx.workers)
+            ctx = replace(ctx, workers=operators.attention_workers())
+            _send_attention(gm, resolved, ctx)
             if operators.compile_ahead() and ahead is not None:
                 form_s = record.timings_s["form ahead"] = ahead()
         started = time.monotonic()
@@ -176,3 +174,15 @@ def _rewrite(
     if fusion is not None:
         made = replace(made, chains=fusion.chains, packs=fusion.packs)
     return Outcome(record, made, gm, frozenset(folded), fusion)
+
+
+def _send_attention(
+    gm: torch.fx.GraphModule, resolved: ResolvedMasks, ctx: LoweringContext
+) -> None:
+    """Have the candidates compiled that lowering will measure first."""
+    if ctx.workers is None:
+        return
+    with real_tensors(), torch.inference_mode(False):
+        for problem in problems_ahead(gm, ctx.facts, resolved, ctx.options, ctx.bound):
+            if problem.key not in ctx.choices:
+                send_ahead(problem, ctx.store, ctx.plan, ctx.workers)

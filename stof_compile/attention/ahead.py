@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from stof_compile.attention.fp8 import fp8_obstacle
 from stof_compile.attention.match import match_attention
 from stof_compile.attention.nested import read_nested
-from stof_compile.attention.problem import AttentionProblem
+from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.resolve import ResolvedMasks
 from stof_compile.attention.site import AttentionSite
 from stof_compile.attention.site_problem import (
@@ -62,10 +62,15 @@ def problems_ahead(
     copy = copy_graph(gm)
     facts = replace(facts, static=StaticValues(copy.graph, facts.static.buffers))
     found: dict[str, AttentionProblem] = {}
+    seen: set[Hashable] = set()
     for site in match_attention(copy, facts)[0]:
         if site.form == "flex":
             continue
         option = resolved.by_site.get(site.name)
+        alike = _signature(site, option)
+        if alike is not None and alike in seen:
+            continue
+        seen.add(alike)
         parts = None if site.form == "stof" else split_mask(copy, facts, site)
         with real_tensors(), torch.inference_mode(False):
             problem = _problem(site, option, parts, facts, bound)
@@ -75,6 +80,18 @@ def problems_ahead(
                 problem = replace(problem, fp8=True)
             found.setdefault(problem.key, problem)
     return list(found.values())
+
+
+def _signature(site: AttentionSite, option: MaskSpec | None) -> Hashable:
+    """Equal for sites of equal problems, as the layers of a model are; None where it is not known
+    without working the problem out.
+    """
+    if site.form == "stof":
+        return None
+    operands = [TensorMeta.of(node.meta["example_value"]) for node in (site.q, site.k, site.v)]
+    terms = [(t.kind, t.node, t.rank, t.factor, t.fill) for t in site.terms]
+    numbers = (site.scale, site.softcap, site.is_causal, site.cross, site.k_transposed)
+    return (site.form, id(option), str(site.offset), *numbers, *operands, *terms)
 
 
 def _problem(

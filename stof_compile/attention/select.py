@@ -10,6 +10,7 @@ table.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ PAPER_KERNELS = {
     "cpu": {"row": "gather", "block": "flex"},
 }
 ROW_QUERIES, ROW_KEYS = 16, 32  # beyond both the row-wise kernel is not worth its compile time
+NO_MEMORY = torch.OutOfMemoryError.__name__  # how the reason of a candidate begins
 FAMILY_RATIO = 1.4
 """A family of configs whose first is this much slower than the best so far is measured no further.
 Within one family the first was at most 1.2x the best (BERT-base with BigBird, (8, 512) and
@@ -156,7 +158,9 @@ def send_ahead(
     """Have compiled what :func:`choose` will measure first, where it will measure."""
     given = plan is not None and problem.key in plan.attention
     held = store is not None and store.get("attention", problem.key) is not None
-    if problem.device.type == "cuda" and not given and not held:
+    if problem.device.type != "cuda" or given or held:
+        return
+    with contextlib.suppress(StofUnsupportedError):  # said, or done without, where it is chosen
         workers.send(problem, _first_of_families(_candidates(problem)))
 
 
@@ -250,14 +254,14 @@ def _choose_by_measuring(
             _have_compiled(problem, kept, workers)
         for kernel, config in group:
             ratio = _ratio(best_us, kernel, config)
+            if workers is not None and ratio <= FAMILY_RATIO and not budget.spent:
+                workers.wait(problem, (kernel, config))
             if budget.left <= 0:
                 complete = False
                 reason = "the time budget was spent"
             elif (kernel, config) not in kept or ratio > FAMILY_RATIO:
                 reason = f"the first config of its tile sizes took {ratio:.1f}x the best one's time"
             else:
-                if workers is not None:
-                    workers.wait(problem, (kernel, config))
                 found = measure_candidate(problem, kernel, config, generator)
                 results.append(found)
                 if found.median_us is not None:
@@ -295,6 +299,8 @@ def _choose_by_measuring(
         f"fastest of {len(measured)} measured: {best.median_us:.1f} us{versus}",
         tuple(results),
     )
+    # memory that others hold now may be free next time
+    complete = complete and not any(c.reason.startswith(NO_MEMORY) for c in results)
     if store is not None and complete:
         store.put("attention", problem.key, plan.to_dict())
     return plan

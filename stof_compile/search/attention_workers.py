@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from torch import Tensor
 
 from stof_compile.attention.ahead import Kernel
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
@@ -20,9 +21,9 @@ from stof_compile.triton_environment import TritonEnvironment
 log = logging.getLogger("stof_compile")
 
 MOST_PICKLED = 16 * 2**20  # bytes of a problem, which is written to a pipe with each candidate
-MOST_SCORES = 2**26  # of a mask: each process builds its own
+MOST_SCORES = 2**24  # of a mask: each process builds its own
 MEMORY_SHARE = 0.25  # of the free device memory, for the operands of all processes
-OPERANDS = {False: 5, True: 12}  # of the size of q in a process: fp32 before rounding, gradients
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)  # of others a worker would import the class
 
 
 @dataclass
@@ -69,19 +70,21 @@ class AttentionWorkers:
         """See ``Workers``."""
         future = self._sent.get((problem.key, candidate))
         while future is not None and not future.done():
-            if not self.pool.alive or self.budget.spent:
+            # what no worker has begun is compiled sooner where it is measured
+            if not self.pool.alive or self.budget.spent or future.cancel():
                 return
             wait([future], timeout=0.05)
 
 
 def _pickled(problem: AttentionProblem) -> bytes:
     """A problem as bytes; empty where it is not sent, for a reason that the log has."""
-    data, reason = b"", _too_large(problem)
-    if not reason:
-        try:
+    data, reason = b"", ""
+    try:
+        reason = _unfit(problem)
+        if not reason:
             data = pickle.dumps(problem)  # a mask is written as data, whatever function it was
-        except Exception as failure:  # a rule of the user's own class may raise anything
-            reason = f"its mask cannot be sent: {failure!r}"
+    except Exception as failure:  # a rule of the user's own class may raise anything
+        reason = f"its mask cannot be sent: {failure!r}"
     if len(data) > MOST_PICKLED:
         data, reason = b"", f"its mask takes {len(data) / 2**20:.0f} MiB"
     if reason:
@@ -89,12 +92,21 @@ def _pickled(problem: AttentionProblem) -> bytes:
     return data
 
 
-def _too_large(problem: AttentionProblem) -> str:
-    """Why a problem takes too much memory in many processes, empty where it does not."""
-    if problem.spec is not None and problem.q_len * problem.k_len > MOST_SCORES:
-        return f"a mask of {problem.q_len} x {problem.k_len} is large"
-    one = prod(problem.q.shape) * problem.q.dtype.itemsize * OPERANDS[problem.training]
-    one += 3 * _extent_bytes(problem.bias)
+def _unfit(problem: AttentionProblem) -> str:
+    """Why a problem is not for many processes: what it takes there, or the classes it holds."""
+    if problem.spec is not None:
+        if problem.q_len * problem.k_len > MOST_SCORES:
+            return f"a mask of {problem.q_len} x {problem.k_len} is large"
+        tensors = problem.spec.tensors()
+        size = sum(tensor.nbytes for tensor in tensors)
+        if size > MOST_PICKLED:
+            return f"its mask takes {size / 2**20:.0f} MiB"
+        others = [type(tensor).__qualname__ for tensor in tensors if type(tensor) not in PLAIN]
+        if others:
+            return f"its mask holds a {others[0]}"
+    sizes = [_extent_bytes(meta) for meta in (problem.q, problem.k, problem.v, problem.bias)]
+    one = sum(sizes) + 2 * max(sizes)  # random values are made in fp32
+    one += prod((*problem.q.shape[:-1], problem.v.shape[-1])) * problem.q.dtype.itemsize
     free = torch.cuda.mem_get_info(problem.device)[0]
     if one * worker_count() > MEMORY_SHARE * free:
         return f"its operands take {one / 2**20:.0f} MiB in every process"

@@ -193,7 +193,8 @@ class DeviceBench:
             return
         self._settings = self._settings or inductor_settings()
         ready = {t.name for t in self.templates if t.is_library}
-        if not needs_compiling(recipe):
+        # beside a product Inductor may time others: not in many processes at once
+        if recipe.contractions or not needs_compiling(recipe) or not self._settings:
             ready.add(LIBRARY)
         wanted = [
             c
@@ -409,11 +410,16 @@ class DeviceBench:
 
 def inductor_settings() -> bytes:
     """Inductor's settings as far as they are plain values, pickled for a process that compiles for
-    this one: what else they hold may be code of the user's, which no other process imports.
+    this one; empty where they cannot be copied. What else they hold may be code of the user's,
+    which no other process imports.
     """
     import torch._inductor.config as settings
 
-    held = settings.get_config_copy().items()
+    try:
+        held = settings.get_config_copy().items()
+    except Exception as failure:  # a copy of a pass of the user's may raise anything
+        log.debug("settings of Inductor cannot be copied: %r", failure)
+        return b""
     return pickle.dumps({k: v for k, v in held if not k.startswith(OWN_SETTINGS) and _is_plain(v)})
 
 

@@ -20,6 +20,7 @@ from stof_compile.attention.trial import compile_candidate
 from stof_compile.search.bench import LIBRARY
 from stof_compile.search.compile_pool import AttentionJob, Job
 from stof_compile.search.library import library_call
+from stof_compile.search.trial import is_device_fault
 from stof_compile.templates import TEMPLATES
 from stof_compile.templates.base import TILELANG
 
@@ -50,10 +51,13 @@ def run(job: Job | AttentionJob) -> str:
             compile_candidate(pickle.loads(job.problem), job.template, job.config)
         else:
             _compile_segment(job, device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the process that times needs the memory
     except Exception as failure:  # told to the pool: the candidate is compiled where it is timed
+        if is_device_fault(failure):
+            raise  # it would fail all jobs after this one: the others take them
         return f"{type(failure).__name__}: {failure}"
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the process that times needs the memory
     return ""
 
 
@@ -63,7 +67,7 @@ def _compile_segment(job: Job, device: torch.device) -> None:
         for o in job.recipe.operands
     ]
     if job.template == LIBRARY:
-        if job.inductor:  # by it, too, Inductor looks up what was compiled
+        if job.inductor:  # kernels are found by their source, which follows from it
             torch._inductor.config.load_config(pickle.loads(job.inductor))
         with torch.no_grad():
             library_call(job.recipe, operands)

@@ -195,7 +195,7 @@ class TrialTable:
             # memory that others hold now may be free next time; after a fault of the device all
             # later candidates of this process fail, whatever they are worth
             keep = not (self._device_fault or isinstance(failure, torch.OutOfMemoryError))
-            self._device_fault |= _is_device_fault(failure)
+            self._device_fault |= is_device_fault(failure)
         trial = Trial(segment, template, _frozen(config), status, median_us, error, reason)
         key = _key(template, config)
         self._known.setdefault(segment, {})[key] = trial
@@ -250,7 +250,8 @@ def _judged(
     return "measured", timing.median_us, report.max_rel, ""
 
 
-def _is_device_fault(failure: Exception) -> bool:
+def is_device_fault(failure: Exception) -> bool:
+    """Whether nothing more runs on the device in this process."""
     # torch.OutOfMemoryError is none: the device goes on working
     return isinstance(failure, torch.AcceleratorError) and not isinstance(
         failure, torch.OutOfMemoryError

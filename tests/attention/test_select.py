@@ -69,6 +69,22 @@ def test_the_fastest_measured_kernel_wins_and_is_kept(timer, tmp_path):
     assert len(timer.measured) == 3
 
 
+def test_a_choice_made_while_memory_was_short_is_not_kept(timer, monkeypatch, tmp_path):
+    def short(problem, kernel, config, generator):
+        if kernel == "flex":
+            return Candidate(
+                kernel, config, "failed", reason="OutOfMemoryError: CUDA out of memory"
+            )
+        return timer(problem, kernel, config, generator)
+
+    monkeypatch.setattr(select, "measure_candidate", short)
+    store, options = Store(tmp_path, "here"), StofOptions()
+    given = problem(masks.sliding_window(4))
+    assert choose(given, options, store, Budget(60)).kernel == "gather"
+    monkeypatch.setattr(select, "measure_candidate", timer)
+    assert choose(given, options, store, Budget(60)).kernel == "flex"
+
+
 def test_sdpa_wins_when_it_is_faster(timer, tmp_path):
     timer.times["sdpa"] = 1.0
     assert (

@@ -9,6 +9,7 @@ import torch
 from stof_compile import masks
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.budget import Budget
+from stof_compile.search import attention_workers
 from stof_compile.search.attention_workers import AttentionWorkers
 from stof_compile.search.compile_pool import AttentionJob, CompilePool
 from stof_compile.triton_environment import TritonEnvironment
@@ -72,9 +73,11 @@ def test_a_failed_or_cancelled_candidate_is_not_had(pool):
     assert not workers.has(given, other) and pool.futures[1].cancelled()
 
 
+@pytest.mark.timeout(60)
 def test_nothing_is_waited_for_beyond_the_budget_or_without_workers(pool):
     workers, given = AttentionWorkers(pool, Budget(60)), problem(device="cuda")
     workers.send(given, [BLOCK])
+    pool.futures[0].set_running_or_notify_cancel()
     pool.alive = False
     workers.wait(given, BLOCK)
     pool.alive = True
@@ -82,6 +85,43 @@ def test_nothing_is_waited_for_beyond_the_budget_or_without_workers(pool):
     workers.wait(given, BLOCK)
     workers.send(given, [("block", (32, 32))])
     assert len(pool.jobs) == 1
+
+
+def test_what_no_worker_has_begun_is_not_waited_for(pool):
+    workers, given = AttentionWorkers(pool, Budget(60)), problem(device="cuda")
+    workers.send(given, [BLOCK])
+    workers.wait(given, BLOCK)
+    assert pool.futures[0].cancelled() and not workers.has(given, BLOCK)
+
+
+class Kept(torch.Tensor):
+    """A tensor of the user's own class, by whose module it would be read again."""
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(64, 64).bool().as_subclass(Kept), None])
+def test_tensors_of_other_classes_and_large_ones_are_compiled_here(pool, monkeypatch, tensor):
+    if tensor is None:
+        tensor = torch.rand(64, 64) > 0.5
+        monkeypatch.setattr(attention_workers, "MOST_PICKLED", 1000)
+    workers = AttentionWorkers(pool, Budget(60))
+    workers.send(problem(masks.from_tensor(tensor), device="cuda"), [BLOCK])
+    assert pool.jobs == []
+
+
+def test_operands_count_from_their_first_to_their_last_element(pool, monkeypatch):
+    """Heads beside each other in one projection, and long keys of one query."""
+    one = TensorMeta((1, 2, 64, 16), (64 * 96, 16, 96, 1), torch.float32)
+    long = TensorMeta((1, 2, 2**16, 16), (2**21, 2**20, 16, 1), torch.float32)
+    monkeypatch.setattr(AttentionProblem, "key", property(lambda self: str(self.k)))
+    monkeypatch.setattr(attention_workers, "worker_count", lambda: 1)
+    workers = AttentionWorkers(pool, Budget(60))
+    for keys, megabytes, sent in ((one, 0.25, 0), (one, 1, 1), (long, 64, 1), (long, 256, 2)):
+        free = int(megabytes * 2**20)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2**37))
+        workers = AttentionWorkers(pool, Budget(60))
+        given = AttentionProblem(one, keys, keys, None, 0, torch.device("cuda"), 0.25)
+        workers.send(given, [BLOCK])
+        assert len(pool.jobs) == sent
 
 
 class Own(masks.MaskSpec):
@@ -129,7 +169,7 @@ def test_long_sequences_and_full_devices_compile_in_one_process(pool, monkeypatc
     assert pool.jobs == []
 
 
-def test_the_real_worker_compiles_attention():
+def test_the_real_worker_takes_attention():
     pool = CompilePool(1)
     try:
         data = pickle.dumps(problem())

@@ -10,6 +10,7 @@ import torch
 from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
+from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
 from stof_compile.search.bench import LIBRARY, LONG_TURNS, TURNS, Candidate, DeviceBench
 from stof_compile.search.operands import random_operand
 from stof_compile.search.trial import TrialTable
@@ -115,7 +116,9 @@ def test_what_inductor_makes_of_a_segment_is_sent_and_not_waited_for_in_the_queu
 ):
     from stof_compile.templates.triton_linear import TritonLinear
 
-    recipe, jobs, futures = linear_recipe(activation="relu"), [], []
+    product, jobs, futures = linear_recipe(activation="relu"), [], []
+    spec = TensorSpec((4, 4), (4, 1), torch.float16, "cuda")
+    recipe = Recipe((spec,), (Step("exp", (Ref("operand", 0),), (4, 4), torch.float16),))
 
     class Pool:
         alive = ready = True
@@ -128,10 +131,12 @@ def test_what_inductor_makes_of_a_segment_is_sent_and_not_waited_for_in_the_queu
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(f"{DeviceBench.__module__}.TritonEnvironment", MagicMock())
     bench.templates, bench.device, bench.pool = (TritonLinear(),), torch.device("cuda"), Pool()
-    alone, library = linear_recipe(), Candidate(LIBRARY)
-    bench.prepare(alone, [library])  # cuBLAS: nothing to compile
+    library = Candidate(LIBRARY)
+    bench.prepare(linear_recipe(), [library])  # cuBLAS: nothing to compile
+    bench.prepare(product, [library])  # Inductor may time products
     assert jobs == []
-    bench.prepare(recipe, [library, bench.candidates(recipe)[0]])
+    bench.prepare(recipe, [library])
+    bench.prepare(product, [bench.candidates(product)[0]])
     assert [job.template for job in jobs] == [LIBRARY, "triton_linear"]
     assert [bool(job.inductor) for job in jobs] == [True, False]
     assert [job.turn for job in jobs] == [1, 2]
