@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -33,7 +32,7 @@ from stof_compile.measure import (
     time_callable,
 )
 from stof_compile.search.compile_pool import CompilePool, Job, start_pool
-from stof_compile.search.library import library_call, needs_compiling
+from stof_compile.search.library import inductor_settings, library_call, needs_compiling
 from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
 from stof_compile.search.scheme_calls import scheme_calls
@@ -44,8 +43,6 @@ from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger(__name__)
 
-OWN_SETTINGS = ("_", "trace", "compile_threads", "worker_")
-"""How settings of Inductor begin that a process has for itself."""
 LIBRARY = "inductor"
 """Template name of a segment that is left as it is."""
 
@@ -406,26 +403,3 @@ class DeviceBench:
     def _modes(self) -> Iterator[None]:
         with real_tensors(), torch.no_grad():
             yield
-
-
-def inductor_settings() -> bytes:
-    """Inductor's settings as far as they are plain values, pickled for a process that compiles for
-    this one; empty where they cannot be copied. What else they hold may be code of the user's,
-    which no other process imports.
-    """
-    import torch._inductor.config as settings
-
-    try:
-        held = settings.get_config_copy().items()
-    except Exception as failure:  # a copy of a pass of the user's may raise anything
-        log.debug("settings of Inductor cannot be copied: %r", failure)
-        return b""
-    return pickle.dumps({k: v for k, v in held if not k.startswith(OWN_SETTINGS) and _is_plain(v)})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(kept) for key, kept in value.items())
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

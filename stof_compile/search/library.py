@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -14,6 +16,11 @@ from torch.fx import Graph, GraphModule
 from stof_compile.fusion.recipe import Recipe, Ref, run_recipe
 from stof_compile.fusion.rotate import rotated
 from stof_compile.short_gelu import HALF_TYPES, short_gelu
+
+log = logging.getLogger(__name__)
+
+OWN_SETTINGS = ("_", "trace", "compile_threads", "worker_")
+"""How settings of Inductor begin that a process has for itself."""
 
 
 def library_call(
@@ -78,3 +85,26 @@ def recipe_graph(recipe: Recipe) -> GraphModule:
         results.append(run_recipe(alone, values))
     graph.output(tuple(part.node for part in parts or results[-1:]))
     return GraphModule(torch.nn.Module(), graph)
+
+
+def inductor_settings() -> bytes:
+    """Inductor's settings as far as they are plain values, pickled for a process that compiles for
+    this one; empty where they cannot be copied. What else they hold may be code of the user's,
+    which no other process imports.
+    """
+    import torch._inductor.config as settings
+
+    try:
+        held = settings.get_config_copy().items()
+    except Exception as failure:  # a copy of a pass of the user's may raise anything
+        log.debug("settings of Inductor cannot be copied: %r", failure)
+        return b""
+    return pickle.dumps({k: v for k, v in held if not k.startswith(OWN_SETTINGS) and _is_plain(v)})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(kept) for key, kept in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

@@ -10,9 +10,9 @@ from torch import _inductor as inductor
 
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
 from stof_compile.measure import real_tensors
-from stof_compile.search.bench import LIBRARY, inductor_settings
+from stof_compile.search.bench import LIBRARY
 from stof_compile.search.compile_pool import CompilePool, Job
-from stof_compile.search.library import library_call, needs_compiling
+from stof_compile.search.library import inductor_settings, library_call, needs_compiling
 from stof_compile.triton_environment import TritonEnvironment
 
 ECHO = """
