@@ -50,7 +50,7 @@ class FusionResult:
     compiling_s: float = 0.0
     first_calls_s: float = 0.0
     timing_s: float = 0.0
-    first_calls: dict[str, tuple[int, float]] = field(default_factory=dict)
+    first_calls: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stof_compile.dump import Record
 from stof_compile.fusion_result import FusionResult
@@ -41,8 +41,8 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         )
 
 
-def _longest(calls: Mapping[str, tuple[int, float]]) -> str:
+def _longest(calls: Mapping[str, Sequence[float]]) -> str:
     """The templates whose first calls took longest, in brackets; empty where there are none."""
-    most = sorted(calls.items(), key=lambda call: -call[1][1])[:MAX_TEMPLATES]
-    parts = [f"{count} of {name} {seconds:.1f}" for name, (count, seconds) in most]
+    most = sorted(calls.items(), key=lambda call: -sum(call[1]))[:MAX_TEMPLATES]
+    parts = [f"{len(seconds)} of {name} {sum(seconds):.1f}" for name, seconds in most]
     return f" ({', '.join(parts)})" if parts else ""

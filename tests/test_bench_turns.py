@@ -104,3 +104,14 @@ def test_ways_that_a_cell_has_no_time_for_are_left_to_a_later_run(bench_path, mo
     assert free.leaves_time(stof, 9) and free.turns_s(3) == 12.0
     short = e2e._Clock(Namespace(**given, seconds=None, turn_seconds=1.0))
     assert short.turns_s(3) == 3.0
+
+
+def test_the_detail_of_a_row_tells_the_seconds_of_the_steps_of_a_search(bench_path):
+    from details import scheme_texts
+
+    from stof_compile.dump import Record
+
+    note = "fusion measured 7 candidates in 9.0 s"
+    record = Record(notes=[note], timings_s={"stof": 9.5, "attention": 1.25, "fusion": 8.0})
+    assert scheme_texts([record]) == [note, "seconds: attention 1.2, fusion 8.0"]
+    assert scheme_texts([Record(timings_s={"attention": 1.0})]) == []

@@ -129,7 +129,7 @@ class DeviceBench:
         measuring_s: seconds spent compiling, checking and timing candidates. compiling_s: of
             these, waiting for workers; first_calls_s: calling candidates for the first time and
             checking what comes out, which compiles what no worker has; timing_s: timing them.
-        first_calls: template -> how many of its candidates were called, and the seconds of that.
+        first_calls: template -> seconds of each first call of a candidate.
     """
 
     templates: Sequence[Template]
@@ -143,7 +143,7 @@ class DeviceBench:
     compiling_s: float = 0.0
     first_calls_s: float = 0.0
     timing_s: float = 0.0
-    first_calls: dict[str, tuple[int, float]] = field(default_factory=dict)
+    first_calls: dict[str, list[float]] = field(default_factory=dict)
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Result]] = field(default_factory=dict)
@@ -200,11 +200,8 @@ class DeviceBench:
             and (recipe.key, c) not in self._compiling
             and self.known(recipe, c) is None
         ]
-        if not wanted:
-            return
-        if self.pool is None:
-            self.pool = start_pool()
-        if self.pool is None or not self.pool.alive:
+        self.pool = self.pool or (start_pool() if wanted else None)
+        if not wanted or self.pool is None or not self.pool.alive:
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         environment = TritonEnvironment.of_this_process(self.device)
@@ -241,7 +238,8 @@ class DeviceBench:
                 report = self._check(recipe, call, sets[0], candidate)
             finally:
                 called = time.monotonic()
-                self._count_first_call(candidate.template, called - began)
+                self.first_calls_s += called - began
+                self.first_calls.setdefault(candidate.template, []).append(called - began)
             if not report.ok:
                 return report, None
             timing = time_callable(call, sets, self.device, budget_s=TRIAL_S)
@@ -311,11 +309,6 @@ class DeviceBench:
         self._references.clear()
 
     # -- helpers -----------------------------------------------------------------------------------
-
-    def _count_first_call(self, template: str, seconds: float) -> None:
-        self.first_calls_s += seconds
-        calls, so_far = self.first_calls.get(template, (0, 0.0))
-        self.first_calls[template] = calls + 1, so_far + seconds
 
     def _runs(self, template: Template, recipe: Recipe) -> bool:
         """Whether a template takes a recipe whose operands are where this bench is."""

@@ -110,3 +110,12 @@ def test_the_record_tells_what_repeats():
         f"the graph repeats 12 times: {LAYER}, 1 of them within a longer chain",
         "the graph repeats 2 times: linear tanh",
     ]
+
+
+def test_the_templates_that_took_longest_to_begin_are_told():
+    record = Record()
+    calls = {"a": [0.1] * 3, "b": [2.0], "c": [0.5, 0.6], "d": [0.2]}
+    result = FusionResult(trials=7, measuring_s=9.0, first_calls_s=3.6, first_calls=calls)
+    record_fusion(result, record)
+    (note,) = [note for note in record.notes if note.startswith("fusion measured")]
+    assert "3.6 s in first calls (1 of b 2.0, 2 of c 1.1, 3 of a 0.3), 0.0 s timing" in note
