@@ -50,6 +50,11 @@ class DeviceFacts:
         return plain
 
 
+def cuda_index(device: torch.device) -> int:
+    """The number of a CUDA device; that of the current one where it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def device_facts(device: torch.device | str) -> DeviceFacts:
     """Read the facts of a device.
 
@@ -58,8 +63,7 @@ def device_facts(device: torch.device | str) -> DeviceFacts:
     """
     device = torch.device(device)
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return _cuda_facts(index)
+        return _cuda_facts(cuda_index(device))
     if device.type == "cpu":
         return _cpu_facts(torch.get_num_threads())
     return DeviceFacts(device.type, device.type, device.type, None, device.type, 0, 0, 0, 0)

@@ -182,7 +182,9 @@ def _send_attention(
     """Have the candidates compiled that lowering will measure first."""
     if ctx.workers is None:
         return
+    # read as lowering reads them, in the modes of the capture
+    problems = problems_ahead(gm, ctx.facts, resolved, ctx.options, ctx.bound)
     with real_tensors(), torch.inference_mode(False):
-        for problem in problems_ahead(gm, ctx.facts, resolved, ctx.options, ctx.bound):
+        for problem in problems:
             if problem.key not in ctx.choices:
                 send_ahead(problem, ctx.store, ctx.plan, ctx.workers)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stof_compile.device import cuda_index
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.replay import MAX_RUNS, MIN_RUNS, time_on_cuda, time_under_load
 
@@ -266,7 +267,7 @@ def _on_cuda(device: torch.device) -> Iterator[None]:
                 "cannot time kernels while the current CUDA stream is being captured; call the "
                 "compiled model once before capturing a graph"
             )
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = cuda_index(device)
         with torch.cuda.device(index), torch.random.fork_rng(devices=[]), _own_generator(index):
             yield
 

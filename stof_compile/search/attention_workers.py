@@ -15,6 +15,7 @@ from torch import Tensor
 from stof_compile.attention.ahead import Kernel
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.budget import Budget
+from stof_compile.device import cuda_index
 from stof_compile.search.compile_pool import AttentionJob, CompilePool, worker_count
 from stof_compile.triton_environment import TritonEnvironment
 
@@ -49,9 +50,8 @@ class AttentionWorkers:
         data = self._pickled[problem.key]
         if not data:
             return
-        device = problem.device
-        index = torch.cuda.current_device() if device.index is None else device.index
-        environment = TritonEnvironment.of_this_process(device)
+        index = cuda_index(problem.device)
+        environment = TritonEnvironment.of_this_process(problem.device)
         for kernel, config in wanted:
             job = AttentionJob(data, kernel, config, f"cuda:{index}", environment)
             self._sent[problem.key, (kernel, config)] = self.pool.submit(job)

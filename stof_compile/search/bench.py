@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stof_compile.budget import Budget
-from stof_compile.device import DeviceFacts
+from stof_compile.device import DeviceFacts, cuda_index
 from stof_compile.fusion.recipe import Recipe, fp32_products, run_recipe
 from stof_compile.measure import (
     ErrorReport,
@@ -203,7 +203,7 @@ class DeviceBench:
         self.pool = self.pool or (start_pool() if wanted else None)
         if not wanted or self.pool is None or not self.pool.alive:
             return
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        index = cuda_index(self.device)
         environment = TritonEnvironment.of_this_process(self.device)
         for c in wanted:
             of_inductor = self._settings if c.template == LIBRARY else b""
