@@ -29,6 +29,7 @@ from .problem import (
     outer_strides,
     score_constants,
 )
+from .settled_keys import settle_key
 
 KERNELS = (attention_backward_query_kernel, attention_backward_key_kernel)
 FEW_TILES = 6  # of a row: the next piece is best a small one, which takes less before the first
@@ -224,6 +225,8 @@ def attention_backward_blockwise(
     per_key_head = p.batch * kv_heads
     keys_bytes = (k.numel() + v.numel()) * q.element_size()
     rows_bytes = (q.numel() + grad_out.numel()) * q.element_size()
+    for kernel in KERNELS:
+        settle_key(kernel)
     with on_device(q):
         attention_backward_query_kernel[(query_slots * per_head,)](
             p.q, *sq, p.k, *sk, p.v, *sv, out, *so, grad_out, *sg,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .memo import remember
+from .settled_keys import settle_key
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -189,6 +190,7 @@ def launch(
     )
     known = _compiled.get(key)
     if known is None:
+        settle_key(kernel)
         asked = [a.checked() if isinstance(a, Descriptor) else a for a in arguments]
         compiled = kernel[(programs,)](*asked, **constants, **options)
         if compiled is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .memo import remember
 from .overlap import ARGUMENT, OverlappingKernel
 from .rounding import E4M3, KEY_STEP
+from .settled_keys import settle_key
 
 # A piece of a band is absent when its number is at least this far from zero (global counts: when
 # 0).
@@ -255,6 +256,7 @@ def launchable(kernel: Any, tensor: Tensor) -> Any:  # JIT or interpreted
             "Triton kernels run on a GPU (or under TRITON_INTERPRET=1); use stof::attention_cpu",
             tensor.device,
         )
+        settle_key(kernel)
         if ARGUMENT in kernel.arg_names:
             return OverlappingKernel(kernel, tensor.device)
         return torch.library.wrap_triton(kernel)

@@ -13,13 +13,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 from queue import PriorityQueue
-from typing import Any
+from typing import IO, Any
 
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.triton_environment import TritonEnvironment
@@ -28,6 +29,7 @@ log = logging.getLogger("stof_compile")
 
 WORKER_MODULE = "stof_compile.search.compile_worker"
 MAX_WORKERS = 12
+LAST_WORDS = 2000  # bytes of a worker's standard error that are told when it ends
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,12 @@ class CompilePool:
         started = command or [sys.executable, "-m", WORKER_MODULE]
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker has no pool
         for _ in range(workers):
+            said = tempfile.TemporaryFile()  # what it says of its end
             process = subprocess.Popen(
-                started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
                 env=environment,
             )  # fmt: skip
-            thread = threading.Thread(target=self._serve, args=(process,), daemon=True)
+            thread = threading.Thread(target=self._serve, args=(process, said), daemon=True)
             self._processes.append(process)
             self._threads.append(thread)
             thread.start()
@@ -125,14 +128,18 @@ class CompilePool:
         for process in self._processes:
             process.wait()
 
-    def _serve(self, process: subprocess.Popen[bytes]) -> None:
+    def _serve(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
         """Give one worker a job after the other."""
+        with said:
+            self._give_jobs(process, said)
+
+    def _give_jobs(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.load(process.stdout)  # it says that it is ready
         except Exception as failure:  # whatever else was printed there is no pickle
-            log.debug("a compile worker did not start: %r", failure)
             process.kill()
+            log.debug("a compile worker did not start: %r; %s", failure, _last_words(said))
             return
         self.ready = True
         log.debug("a compile worker is ready after %.1f s", time.monotonic() - self._started)
@@ -152,9 +159,19 @@ class CompilePool:
                     log.debug("a worker could not compile %s %s: %s", *what)
                 future.set_result(failed)
             except Exception as failure:  # the worker is of no use any more
-                future.set_result(f"the worker ended: {failure!r}")
                 process.kill()
+                if not self._closed:
+                    ended = job.template, job.config, process.wait(), _last_words(said)
+                    log.info("compiling %s %s ended a worker (exit code %s): %s", *ended)
+                future.set_result(f"the worker ended: {failure!r}")
                 return
+
+
+def _last_words(said: IO[bytes]) -> str:
+    """The end of what a worker wrote to its standard error, on one line."""
+    size = said.seek(0, os.SEEK_END)
+    said.seek(max(0, size - LAST_WORDS))
+    return " | ".join(said.read().decode(errors="replace").split("\n")).strip(" |")
 
 
 _Item = tuple[Job | AttentionJob, "Future[str]"] | None
