@@ -20,13 +20,13 @@ class ConfigSpace:
         dims: dimension -> its values, in order of size where they have one.
         refusal: config -> why it cannot run here (shared memory, registers, a tile larger than the
             problem), None if it can; asked before anything is compiled.
-        kept: values of the only configs that are not refused, in the order of ``dims``, where they
-            are known; None = ``refusal`` is asked for each.
+        kept: values of the only configs that are not refused, where they are known, those that
+            are estimated to be fastest first; None = ``refusal`` is asked for each.
     """
 
     dims: Mapping[str, tuple[Value, ...]]
     refusal: Callable[[Mapping[str, Value]], str | None] = lambda config: None
-    kept: frozenset[tuple[Value, ...]] | None = None
+    kept: tuple[tuple[Value, ...], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.configs())
@@ -42,7 +42,9 @@ class ConfigSpace:
         return prod(len(values) for values in self.dims.values())
 
     def configs(self) -> list[Config]:
-        """Every config that can run, in the order of the dimensions."""
+        """Every config that can run: in the order of ``kept``, or else of the dimensions."""
+        if self.kept is not None:
+            return [self._config(values) for values in self.kept]
         combinations = product(*self.dims.values())
         return [self._config(values) for values in combinations if self._runs(values)]
 

@@ -78,7 +78,7 @@ class TritonLinearChain(Template):
         """The tiles estimated to be fastest in both layers together."""
         hidden, result = _layers(recipe)
         ranked = _ranked(hidden, result, device, hidden.exact_fp32)
-        kept = frozenset(tuple(config[name] for name in DIMENSIONS) for config in ranked)
+        kept = tuple(tuple(config[name] for name in DIMENSIONS) for config in ranked)
         dims = {name: tuple(sorted({config[name] for config in ranked})) for name in DIMENSIONS}
 
         def refusal(config: Mapping[str, Value]) -> str | None:

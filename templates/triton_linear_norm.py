@@ -40,7 +40,7 @@ class TritonLinearNorm(Template):
         A pipeline is as deep as its loop and shared memory allow.
         """
         offered = offered_configs(_size(recipe), device)
-        kept = frozenset(tuple(config[name] for name in DIMS) for config in offered)
+        kept = tuple(tuple(config[name] for name in DIMS) for config in offered)
         dims = {name: tuple(sorted({config[name] for config in offered})) for name in DIMS}
 
         def refusal(config: Mapping[str, Value]) -> str | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,7 @@ from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
 from stof_compile.search.scheme_calls import scheme_calls
 from stof_compile.search.trial import Trial, TrialTable
-from stof_compile.templates.base import Template
+from stof_compile.templates.base import TILELANG, Template
 from stof_compile.templates.space import Config
 from stof_compile.triton_environment import TritonEnvironment
 
@@ -55,6 +56,7 @@ ROUND_S = 0.02
 # goes up and down for some tenths of a second after another scheme began: short turns see little of
 # what a scheme draws (bench/results/hopper-linear-h200.md)
 TURNS, LONG_TURNS = (0.04, 4), (0.2, 2)
+FIRST_TRIED = 8  # configs of a segment before the first that takes long to compile
 LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
 
@@ -72,6 +74,11 @@ class Candidate:
         return dict(self.config)
 
 
+def _in_turns(spaces: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The first of each space, then the second of each, and so on."""
+    return [c for c in chain.from_iterable(zip_longest(*spaces)) if c is not None]
+
+
 def candidate_of(template: str, config: Mapping[str, Any]) -> Candidate:
     """A candidate from a template's name and a config."""
     return Candidate(template, tuple(sorted(config.items())))
@@ -87,8 +94,9 @@ class SegmentBench(Protocol):
     budget: Budget
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
-        """Every candidate of the templates that accept a recipe; each template's first config
-        leads.
+        """Every candidate of the templates that accept a recipe. Each template's first config
+        leads, then the templates take turns, each with what it estimates to be fastest first;
+        what takes long to compile comes late.
         """
 
     def offers(self, recipe: Recipe, candidate: Candidate) -> bool:
@@ -152,16 +160,22 @@ class DeviceBench:
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """See :class:`SegmentBench`."""
-        leading: list[Candidate] = []
-        rest: list[Candidate] = []
+        spaces: dict[bool, list[list[Candidate]]] = {False: [], True: []}  # compiled quickly, not
         for template in self.templates:
             if not self._runs(template, recipe):
                 continue
             first = candidate_of(template.name, template.first(recipe, self.facts))
             configs = template.space(recipe, self.facts).configs()
-            leading.append(first)
-            rest += [candidate_of(template.name, config) for config in configs]
-        return [*leading, *(c for c in rest if c not in leading)]
+            space = dict.fromkeys([first, *(candidate_of(template.name, c) for c in configs)])
+            spaces[template.name.startswith(TILELANG)].append(list(space))
+        quick, slow = _in_turns(spaces[False]), _in_turns(spaces[True])
+        late = len(spaces[False]) + FIRST_TRIED
+        return [
+            *quick[:late],
+            *slow[: len(spaces[True])],
+            *quick[late:],
+            *slow[len(spaces[True]) :],
+        ]
 
     def offers(self, recipe: Recipe, candidate: Candidate) -> bool:
         """See :class:`SegmentBench`."""

@@ -308,13 +308,14 @@ class ChainSearch:
             best if math.isfinite(best) else None,
             lambda c: self._at.cost_if_known(place, c),
         )
-        learned = self._learned_config(place)
+        learned, found = self._learned_config(place), self._at.best_known(place)
+        if learned is not None and learned.template != LIBRARY:
+            return around(learned, space)
+        faster = found is not None and found.template != LIBRARY
+        if found is not None and faster and (learned is not None or self.start.is_known):
+            return around(found, space)  # the like was left to the library, or is no such segment
         if learned is None:
             return space
-        if learned.template != LIBRARY:
-            return around(learned, space)
-        if self._at.best_known(place) != learned:
-            return space  # here a template is faster: it is worth a whole search
         return [c for c in self._draw(place) if c != learned]
 
     def _sample(self, place: Span) -> float:

@@ -94,7 +94,7 @@ class CompilePool:
         started = command or [sys.executable, "-m", WORKER_MODULE]
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker has no pool
         for _ in range(workers):
-            said = tempfile.TemporaryFile()  # what it says of its end
+            said = tempfile.TemporaryFile()  # noqa: SIM115 (what it says of its end; _serve closes it)
             process = subprocess.Popen(
                 started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
                 env=environment,

@@ -27,7 +27,7 @@ from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec, fp32_produ
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing import Pack, packs_bytes
 from stof_compile.plan import PackPlan
-from stof_compile.search.bench import Candidate
+from stof_compile.search.bench import LIBRARY, Candidate
 from stof_compile.search.context import TuningContext
 from stof_compile.search.draw import draw_candidates, draw_learned
 from stof_compile.search.gated_choice import joining
@@ -83,8 +83,12 @@ def choose_pack(
 
 
 def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
-    apart = sum(_best(_product(gm, pack, (i,)), ctx)[0] for i in range(len(pack.sizes)))
-    together = _best(_product(gm, pack, range(len(pack.sizes))), ctx)[0]
+    parts = [_product(gm, pack, (i,)) for i in range(len(pack.sizes))]
+    whole = _product(gm, pack, range(len(pack.sizes)))
+    # what is good for one form is tried for the other too: luck of the draw decides nothing
+    for_parts = [_best(part, ctx)[1] for part in parts]
+    together, for_whole = _best(whole, ctx, for_parts)
+    apart = sum(_best(part, ctx, [for_whole])[0] for part in parts)
     return _measured(pack, apart, together, f"{apart:.1f} us apart, {together:.1f} us packed")
 
 
@@ -119,9 +123,16 @@ def _measured(pack: Pack, apart: float, together: float, reason: str) -> PackPla
     )
 
 
-def _best(recipe: Recipe, ctx: TuningContext) -> tuple[float, Candidate]:
-    """The best of the library and some candidates of the templates, with its microseconds."""
-    candidates = _drawn(recipe, ctx)
+def _best(
+    recipe: Recipe, ctx: TuningContext, also: Sequence[Candidate] = ()
+) -> tuple[float, Candidate]:
+    """The best of the library and some candidates of the templates, with its microseconds.
+
+    Args:
+        also: further candidates, as far as there are any such.
+    """
+    offered = [c for c in also if c.template == LIBRARY or ctx.bench.offers(recipe, c)]
+    candidates = list(dict.fromkeys([*_drawn(recipe, ctx), *offered]))
     ctx.bench.prepare(recipe, candidates)
     best, winner = math.inf, candidates[0]
     for candidate in candidates:

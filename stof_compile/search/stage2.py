@@ -16,6 +16,7 @@ from stof_compile.budget import Budget
 
 CONFIGS_PER_ITERATION = 16  # ours: the paper leaves N open
 REWARD = 1.0  # specs/01, section 9
+SOON = 16  # candidates that a random draw is made from
 PATIENCE = 3  # iterations without gain before the end (specs/01, section 9)
 
 C = TypeVar("C")  # a candidate of a segment: template and config
@@ -58,7 +59,7 @@ def sample_configs(
     """Find a fast candidate for every segment.
 
     Args:
-        spaces: candidates of each segment, each listed once.
+        spaces: candidates of each segment, each listed once, the most promising ones first.
         known: microseconds of a candidate measured before (infinity: it failed), None if it was
             not. A known candidate is not measured again. What is drawn does not depend on what is
             known: a repeated search draws the same, measures nothing, and ends with the same
@@ -171,20 +172,22 @@ class _Segment(Generic[C]):
         self.best: C | None = None
         self.cost_us = math.inf
         self.untried = list(space)
-        generator.shuffle(self.untried)
+        self._generator = generator
 
     def draw(self, count: int, near: Callable[[C, C], bool] | None) -> list[C]:
-        """Take candidates out of those not tried."""
-        close: list[int] = []
+        """Take candidates out of those not tried: near the best one, then in turns the next one
+        and one at random of those that come soon.
+        """
+        drawn: list[C] = []
         if near is not None and self.best is not None:
             best = self.best
-            close = [i for i, candidate in enumerate(self.untried) if near(best, candidate)]
-            close = close[: (count + 1) // 2]
-        rest = [i for i in range(len(self.untried)) if i not in close]
-        drawn = (close + rest)[:count]
-        candidates = [self.untried[i] for i in drawn]
-        self.untried = [c for i, c in enumerate(self.untried) if i not in drawn]
-        return candidates
+            drawn = [c for c in self.untried if near(best, c)][: (count + 1) // 2]
+        rest = [c for c in self.untried if c not in drawn]
+        while rest and len(drawn) < count:
+            soon = self._generator.randrange(min(SOON, len(rest))) if len(drawn) % 2 else 0
+            drawn.append(rest.pop(soon))
+        self.untried = [c for c in self.untried if c not in drawn]
+        return drawn
 
     def take(self, candidate: C, cost_us: float) -> float:
         """Note a time; returns by how much the best one dropped, infinity for the first."""

@@ -30,6 +30,11 @@ class ChainStart:
         self.samples = SAMPLES
         self.tuned: dict[Span, Candidate] = {}
 
+    @property
+    def is_known(self) -> bool:
+        """Whether stage 1 begins at what was found for the like of the chain."""
+        return self.samples == WARM_SAMPLES
+
     def begin_with(self, first: int, run: ChainPlan) -> None:
         """Begin at what another chain got that is a run of this one; its segments are tuned.
 

@@ -10,23 +10,29 @@ def space_of(*templates, count=10):
     return [candidate_of(name, {"tile": i}) for name in templates for i in range(count)]
 
 
+def named(drawn):
+    return [(c.template, c.settings.get("tile")) for c in drawn]
+
+
 def test_every_template_shows_its_first_config():
     space = space_of("triton_a", "hopper_b", "tilelang_c")
     drawn = draw_candidates(space, 2, "seed", library=True)
-    assert [(c.template, c.settings.get("tile")) for c in drawn] == [
-        (LIBRARY, None),
-        ("triton_a", 0),
-        ("hopper_b", 0),
-        ("tilelang_c", 0),
-    ]
+    assert named(drawn) == [(LIBRARY, None), ("triton_a", 0), ("hopper_b", 0)]
 
 
-def test_the_rest_are_configs_that_compile_quickly():
-    space = space_of("triton_a", "tilelang_c")
+def test_what_compiles_slowly_is_drawn_where_nothing_else_is():
+    space = space_of("tilelang_c", "tilelang_d")
     drawn = draw_candidates(space, 8, "seed", library=False)
-    assert len(drawn) == 8
-    assert sum(c.template == "tilelang_c" for c in drawn) == 1
-    assert drawn == draw_candidates(space, 8, "seed", library=False)
+    assert named(drawn) == [("tilelang_c", 0), ("tilelang_d", 0)]
+
+
+def test_half_of_the_rest_is_what_should_be_fastest():
+    space = space_of("triton_a", "tilelang_c", count=40)
+    drawn = draw_candidates(space, 9, "seed", library=False)
+    assert named(drawn)[:5] == [("triton_a", tile) for tile in range(5)]
+    assert len({*drawn}) == 9 and {c.template for c in drawn} == {"triton_a"}
+    assert drawn == draw_candidates(space, 9, "seed", library=False)
+    assert drawn[5:] != draw_candidates(space, 9, "another", library=False)[5:]
 
 
 def test_a_template_out_of_reach_is_sampled_no_further():
