@@ -33,7 +33,8 @@ from stof_compile.templates import TEMPLATES
 from stof_compile.budget import Budget
 from stof_compile.device import device_facts
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
-from stof_compile.search.bench import LIBRARY, Candidate, DeviceBench
+from stof_compile.search.bench import DeviceBench
+from stof_compile.search.candidate import LIBRARY, Candidate
 from stof_compile.search.draw import draw_candidates
 from stof_compile.search.trial import TrialTable
 from stof_compile.triton_environment import settle_triton_environment

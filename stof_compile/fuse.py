@@ -37,7 +37,8 @@ from stof_compile.packing_memory import parameter_bytes, within_memory
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
 from stof_compile.search.attention_workers import AttentionWorkers
-from stof_compile.search.bench import LIBRARY, DeviceBench
+from stof_compile.search.bench import DeviceBench
+from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import start_pool
 from stof_compile.search.context import TuningContext
 from stof_compile.search.gated_choice import gated_recipes
@@ -123,7 +124,7 @@ class Fusion:
 
     def __enter__(self) -> Fusion:
         if self._will_measure and self._device.is_cuda:
-            self._bench.pool = start_pool()
+            self._bench.workers.pool = start_pool()
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -138,7 +139,7 @@ class Fusion:
 
     def attention_workers(self) -> AttentionWorkers | None:
         """The processes that compile, for attention; None where there are none."""
-        pool = self._bench.pool
+        pool = self._bench.workers.pool
         return None if pool is None else AttentionWorkers(pool, self._context.budget)
 
     def compile_ahead(self) -> bool:
@@ -150,7 +151,7 @@ class Fusion:
         Returns:
             Whether they were given anything.
         """
-        if self._bench.pool is None:
+        if self._bench.workers.pool is None:
             return False
         gm = copy_graph(self._gm)
         static = StaticValues(gm.graph, self._facts.static.buffers)

@@ -4,7 +4,7 @@ import random
 
 from stof_compile.budget import Budget
 from stof_compile.measure import ErrorReport, Timing
-from stof_compile.search.bench import LIBRARY, candidate_of
+from stof_compile.search.candidate import LIBRARY, candidate_of
 from stof_compile.search.context import TuningContext
 from stof_compile.search.trial import TrialTable
 from stof_compile.search.tuner import ChainTuner

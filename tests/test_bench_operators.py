@@ -45,7 +45,7 @@ class FakeBench:
     """
 
     def __init__(self, whole, templates=("t",), failing=(), spent=False):
-        from stof_compile.search.bench import Candidate
+        from stof_compile.search.candidate import Candidate
 
         self.whole, self.device, self.failing = whole, CPU, failing
         self.budget = SimpleNamespace(spent=spent)
@@ -132,7 +132,7 @@ def test_an_operator_without_a_template_says_so(tmp_path, capsys):
 def test_nearest_settings_count_doublings():
     from operators import nearest
 
-    from stof_compile.search.bench import candidate_of
+    from stof_compile.search.candidate import candidate_of
 
     space = [candidate_of("t", {"m": m, "form": form}) for m in (16, 64, 256) for form in "ab"]
     order = nearest(space, candidate_of("u", {"m": 128, "form": "b", "other": 3}))

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stof_compile.budget import Budget
-from stof_compile.device import DeviceFacts, cuda_index
+from stof_compile.device import DeviceFacts
 from stof_compile.fusion.recipe import Recipe, fp32_products, run_recipe
 from stof_compile.measure import (
     ErrorReport,
@@ -32,20 +31,16 @@ from stof_compile.measure import (
     time_as_in_use,
     time_callable,
 )
-from stof_compile.search.compile_pool import CompilePool, Job, start_pool
-from stof_compile.search.library import inductor_settings, library_call, needs_compiling
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
+from stof_compile.search.library import library_call
 from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
 from stof_compile.search.scheme_calls import scheme_calls
+from stof_compile.search.segment_workers import SegmentWorkers
 from stof_compile.search.trial import Trial, TrialTable
 from stof_compile.templates.base import TILELANG, Template
-from stof_compile.templates.space import Config
-from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger(__name__)
-
-LIBRARY = "inductor"
-"""Template name of a segment that is left as it is."""
 
 Result = Tensor | tuple[Tensor, ...]
 """What a call of a candidate gives; parts of it side by side, as library_call may."""
@@ -59,29 +54,6 @@ TURNS, LONG_TURNS = (0.04, 4), (0.2, 2)
 FIRST_TRIED = 8  # configs of a segment before the first that takes long to compile
 LEAST_SETS, MAX_SETS = 3, 64  # three: packed projections that are left apart
 ERROR_SCALE = 2.0  # on the tolerance for each contraction: its result was rounded in between
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run a segment: a template's name and config, or :data:`LIBRARY` without one."""
-
-    template: str
-    config: tuple[tuple[str, int | float | str | bool], ...] = ()
-
-    @property
-    def settings(self) -> Config:
-        """The config as a dict."""
-        return dict(self.config)
-
-
-def _in_turns(spaces: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """The first of each space, then the second of each, and so on."""
-    return [c for c in chain.from_iterable(zip_longest(*spaces)) if c is not None]
-
-
-def candidate_of(template: str, config: Mapping[str, Any]) -> Candidate:
-    """A candidate from a template's name and a config."""
-    return Candidate(template, tuple(sorted(config.items())))
 
 
 class SegmentBench(Protocol):
@@ -106,7 +78,9 @@ class SegmentBench(Protocol):
         """Compile candidates that will be asked for next."""
 
     def trial(self, recipe: Recipe, candidate: Candidate) -> Trial:
-        """The trial of a candidate, measured now or before."""
+        """The trial of a candidate, measured now or before; one that failed, and is not kept,
+        where the budget ended before it could be.
+        """
 
     def known(self, recipe: Recipe, candidate: Candidate) -> Trial | None:
         """The trial of a candidate if it was measured before."""
@@ -131,12 +105,11 @@ class DeviceBench:
     Args:
         templates: those that may be used. facts, device: where they run.
         table: trials of this and other processes. budget: seconds and trials left.
-        seed: of the random operands. pool: processes that compile, ended by ``release``; started
-            when they are first needed where there are none.
+        seed: of the random operands. workers: processes that compile, ended by ``release``.
     Attributes:
-        measuring_s: seconds spent compiling, checking and timing candidates. compiling_s: of
-            these, waiting for workers; first_calls_s: calling candidates for the first time and
-            checking what comes out, which compiles what no worker has; timing_s: timing them.
+        measuring_s: seconds spent compiling, checking and timing candidates. first_calls_s: of
+            these, calling candidates for the first time and checking what comes out, which
+            compiles what no worker has; timing_s: timing them.
         first_calls: template -> seconds of each first call of a candidate.
     """
 
@@ -146,17 +119,19 @@ class DeviceBench:
     table: TrialTable
     budget: Budget
     seed: int = 0
-    pool: CompilePool | None = None
+    workers: SegmentWorkers = field(default_factory=SegmentWorkers)
     measuring_s: float = 0.0
-    compiling_s: float = 0.0
     first_calls_s: float = 0.0
     timing_s: float = 0.0
     first_calls: dict[str, list[float]] = field(default_factory=dict)
     _operands: dict[str, list[tuple[Tensor, ...]]] = field(default_factory=dict)
     _references: dict[str, Tensor] = field(default_factory=dict)
     _library: dict[str, Callable[..., Result]] = field(default_factory=dict)
-    _compiling: dict[tuple[str, Candidate], Future[str]] = field(default_factory=dict)
-    _settings: bytes = b""  # of Inductor, for workers
+
+    @property
+    def compiling_s(self) -> float:
+        """Seconds of ``measuring_s`` spent waiting for workers."""
+        return self.workers.waited_s
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """See :class:`SegmentBench`."""
@@ -202,49 +177,14 @@ class DeviceBench:
         """Have candidates compiled by the pool; each is waited for when it is measured."""
         if self.device.type != "cuda" or self.budget.spent:
             return
-        self._settings = self._settings or inductor_settings()
-        ready = {t.name for t in self.templates if t.is_library}
-        # beside a product Inductor may time others: not in many processes at once
-        if recipe.contractions or not needs_compiling(recipe) or not self._settings:
-            ready.add(LIBRARY)
-        wanted = [
-            c
-            for c in candidates
-            if c.template not in ready
-            and (recipe.key, c) not in self._compiling
-            and self.known(recipe, c) is None
-        ]
-        self.pool = self.pool or (start_pool() if wanted else None)
-        if not wanted or self.pool is None or not self.pool.alive:
-            return
-        index = cuda_index(self.device)
-        environment = TritonEnvironment.of_this_process(self.device)
-        for c in wanted:
-            of_inductor = self._settings if c.template == LIBRARY else b""
-            job = Job(recipe, c.template, c.config, f"cuda:{index}", environment, of_inductor)
-            self._compiling[recipe.key, c] = self.pool.submit(job)
-
-    def _await_compiled(self, recipe: Recipe, candidate: Candidate) -> None:
-        """Wait until the pool has compiled a candidate, or has failed to; then it fails again, and
-        is recorded, where it is measured.
-        """
-        future = self._compiling.get((recipe.key, candidate))
-        if future is None or (candidate.template == LIBRARY and future.cancel()):
-            return  # Inductor takes less time for a segment than waiting for its turn may
-        started = time.monotonic()
-        while not future.done():
-            if self.pool is None or not self.pool.alive or self.budget.spent:
-                return
-            if not self.pool.ready and future.cancel():
-                return  # no worker has started yet: not worth waiting for
-            wait([future], timeout=0.05)
-        self.compiling_s += time.monotonic() - started
+        unknown = [c for c in candidates if self.known(recipe, c) is None]
+        libraries = {t.name for t in self.templates if t.is_library}
+        self.workers.send(recipe, unknown, self.device, libraries)
 
     def trial(self, recipe: Recipe, candidate: Candidate) -> Trial:
         """See :class:`SegmentBench`."""
 
         def run() -> tuple[ErrorReport, Timing | None]:
-            self._await_compiled(recipe, candidate)
             began = time.monotonic()
             try:
                 call = self._call(recipe, candidate)
@@ -262,6 +202,10 @@ class DeviceBench:
 
         started = time.monotonic()
         with self._counted():
+            known = self.known(recipe, candidate) is not None
+            if not known and not self.workers.wait(recipe, candidate, self.budget):
+                asked = recipe.key, candidate.template, candidate.config
+                return Trial(*asked, "refused", reason="the time ended before it was compiled")
             trial = self.table.measure(
                 recipe.key, candidate.template, candidate.settings, run, self.budget
             )
@@ -316,9 +260,7 @@ class DeviceBench:
 
     def release(self) -> None:
         """Give the memory of operands and references back, and end the workers."""
-        if self.pool is not None:
-            self.pool.close()
-            self.pool = None
+        self.workers.close()
         self._operands.clear()
         self._references.clear()
 
@@ -410,3 +352,8 @@ class DeviceBench:
     def _modes(self) -> Iterator[None]:
         with real_tensors(), torch.no_grad():
             yield
+
+
+def _in_turns(spaces: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The first of each space, then the second of each, and so on."""
+    return [c for c in chain.from_iterable(zip_longest(*spaces)) if c is not None]

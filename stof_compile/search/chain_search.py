@@ -11,7 +11,7 @@ from itertools import islice
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.scheme import Scheme, fits
 from stof_compile.plan import ChainPlan, SegmentPlan
-from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
 from stof_compile.search.draw import (
     around,
     draw_candidates,
@@ -33,6 +33,7 @@ SINGLE_SAMPLES = (
 FINALS_SHARE, FINALS_S = 0.25, 6.0  # of the budget, and seconds at most: kept for the finals
 # what a comparison takes of each chain: seconds (in short turns, in long ones), or replays
 COMPARE_S, COMPARE_LONG_S, COMPARE_RUNS = 0.25, 0.5, 70
+FEW_ROWS = 512  # of a product that is bound by memory
 FINALISTS = 5  # candidates of a segment that are timed within the whole chain
 FINAL_REACH = 1.15  # of the fastest alone; bursts and a lasting load rank forms up to 17 % apart
 FINAL_GAIN = 0.006  # of the chain; less is surely noise, some more can be
@@ -221,7 +222,7 @@ class ChainSearch:
             if self.ctx.budget.spent:
                 return
             recipe = self._at.recipe(group[0])
-            products = isinstance(recipe, Recipe) and recipe.contractions > 0
+            products = isinstance(recipe, Recipe) and _draws_power(recipe)
             each_s = max(COMPARE_LONG_S if products else COMPARE_S, COMPARE_RUNS * chain_us * 1e-6)
             most = int(min(FINALISTS, self.ctx.budget.left / each_s))
             contenders = self._at.contenders(group[0], FINAL_REACH, most)
@@ -250,7 +251,7 @@ class ChainSearch:
         timed = [self._runnable(initial, choices), self._runnable(scheme, best)]
         if timed[0] == timed[1] or not all(timed):
             return _Against(reason)
-        products = any(recipe.contractions for recipe, _ in timed[1])
+        products = any(_draws_power(recipe) for recipe, _ in timed[1])
         times = self._at.compare(timed, long_turns=products)
         if times is None:
             return _Against(reason)
@@ -378,3 +379,10 @@ class ChainSearch:
         return ChainPlan(
             self._at.kinds, scheme.hex, scheme.hex, tuple(segments), source, reason=reason
         )
+
+
+def _draws_power(recipe: Recipe) -> bool:
+    """Whether a segment has a product that may take a GPU to its limit of power: one with few
+    rows waits for its weights.
+    """
+    return recipe.contractions > 0 and math.prod(recipe.result.shape[:-1]) > FEW_ROWS

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from queue import PriorityQueue
@@ -113,6 +114,11 @@ class CompilePool:
         self._jobs.put((job.turn, next(self._numbers), (job, future)))
         return future
 
+    def hurry(self, job: Job | AttentionJob, future: Future[str]) -> None:
+        """Let a job that was submitted and has not begun go before all others."""
+        if not future.running() and not future.done():
+            self._jobs.put((-1, next(self._numbers), (job, future)))
+
     @property
     def alive(self) -> bool:
         """Whether any worker is left."""
@@ -124,7 +130,7 @@ class CompilePool:
         for process in self._processes:
             process.kill()
         for _ in self._processes:
-            self._jobs.put((-1, next(self._numbers), None))
+            self._jobs.put((-2, next(self._numbers), None))
         for process in self._processes:
             process.wait()
 
@@ -148,7 +154,7 @@ class CompilePool:
             if item is None:
                 return
             job, future = item
-            if not future.set_running_or_notify_cancel():
+            if not _begins(future):
                 continue
             try:
                 pickle.dump(job, process.stdin)
@@ -165,6 +171,13 @@ class CompilePool:
                     log.info("compiling %s %s ended a worker (exit code %s): %s", *ended)
                 future.set_result(f"the worker ended: {failure!r}")
                 return
+
+
+def _begins(future: Future[str]) -> bool:
+    """Whether a job is to be done now: neither cancelled nor begun where it was hurried."""
+    with suppress(InvalidStateError, RuntimeError):  # what a future that has begun raises
+        return future.set_running_or_notify_cancel()
+    return False
 
 
 def _last_words(said: IO[bytes]) -> str:

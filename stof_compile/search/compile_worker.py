@@ -17,7 +17,7 @@ import torch._inductor.config
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401 (operators of attention register where they are imported)
 from stof_compile.attention.trial import compile_candidate
-from stof_compile.search.bench import LIBRARY
+from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import AttentionJob, Job
 from stof_compile.search.library import library_call
 from stof_compile.search.trial import is_device_fault

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from stof_compile.search.bench import LIBRARY, Candidate
+from stof_compile.search.candidate import LIBRARY, Candidate
 from stof_compile.templates.base import TILELANG
 from stof_compile.templates.space import Config
 

@@ -27,7 +27,7 @@ from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec, fp32_produ
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing import Pack, packs_bytes
 from stof_compile.plan import PackPlan
-from stof_compile.search.bench import LIBRARY, Candidate
+from stof_compile.search.candidate import LIBRARY, Candidate
 from stof_compile.search.context import TuningContext
 from stof_compile.search.draw import draw_candidates, draw_learned
 from stof_compile.search.gated_choice import joining

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from stof_compile.errors import StofPlanError, StofUnsupportedError
 from stof_compile.fusion.recipe import Recipe, fp32_products
 from stof_compile.plan import ChainPlan, SegmentPlan
-from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
 from stof_compile.search.context import TuningContext
 from stof_compile.search.draw import draw_candidates
 from stof_compile.search.segments import finite

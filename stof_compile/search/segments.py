@@ -15,7 +15,7 @@ from stof_compile.fusion.op_list import ListedOp, span
 from stof_compile.fusion.read_recipe import read_recipe
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.scheme import Scheme
-from stof_compile.search.bench import LIBRARY, Candidate
+from stof_compile.search.candidate import LIBRARY, Candidate
 from stof_compile.search.context import TuningContext
 
 log = logging.getLogger("stof_compile")

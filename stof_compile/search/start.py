@@ -7,7 +7,7 @@ import math
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.fusion.scheme import Scheme, fits
 from stof_compile.plan import ChainPlan
-from stof_compile.search.bench import Candidate, candidate_of
+from stof_compile.search.candidate import Candidate, candidate_of
 from stof_compile.search.draw import WARM_SAMPLES
 from stof_compile.search.initial import initial_scheme
 from stof_compile.search.learned import Learned

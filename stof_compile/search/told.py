@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.plan import MovePlan, SegmentPlan
-from stof_compile.search.bench import Candidate
+from stof_compile.search.candidate import Candidate
 from stof_compile.search.segments import ChainSegments, finite
 from stof_compile.search.stage1 import MoveRecord
 

@@ -10,7 +10,7 @@ from torch import _inductor as inductor
 
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
 from stof_compile.measure import real_tensors
-from stof_compile.search.bench import LIBRARY
+from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import CompilePool, Job
 from stof_compile.search.library import inductor_settings, library_call, needs_compiling
 from stof_compile.triton_environment import TritonEnvironment
@@ -24,8 +24,11 @@ while True:
     except EOFError:
         break
     if job.template == "dies":
-        sys.exit(1)
-    pickle.dump("" if job.template == "fits" else f"no template {job.template}", sys.stdout.buffer)
+        sys.exit("it was too much")
+    if job.template == "slow":
+        time.sleep(0.5)
+    known = job.template in ("fits", "slow")
+    pickle.dump("" if known else f"no template {job.template}", sys.stdout.buffer)
     sys.stdout.buffer.flush()
 """
 SPEC = TensorSpec((4, 4), (4, 1), torch.float32, "cpu")
@@ -48,8 +51,25 @@ def test_jobs_are_answered(pool):
     assert answers == ["", "no template other", ""]
 
 
-def test_a_worker_that_dies_answers_its_job_and_leaves_the_others(pool):
-    assert "ended" in pool.submit(job("dies")).result(30)
+def test_a_hurried_job_goes_before_all_others_and_is_done_once():
+    pool, order = CompilePool(1, [sys.executable, "-c", ECHO]), []
+    try:
+        futures = [pool.submit(job(name)) for name in ("slow", "fits", "fits", "fits")]
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: order.append(number))
+        pool.hurry(job("fits"), futures[3])
+        assert [future.result(30) for future in futures] == [""] * 4
+        assert order in ([0, 3, 1, 2], [3, 0, 1, 2])
+        assert pool.submit(job("fits")).result(30) == "", "what was hurried is not begun again"
+        pool.hurry(job("fits"), futures[3])  # nothing happens
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_dies_answers_its_job_and_leaves_the_others(pool, caplog):
+    with caplog.at_level("INFO", "stof_compile"):
+        assert "ended" in pool.submit(job("dies")).result(30)
+    assert "exit code 1" in caplog.text and "it was too much" in caplog.text
     assert pool.submit(job("fits")).result(30) == "" and pool.alive
     assert "ended" in pool.submit(job("dies")).result(30)
     deadline = time.monotonic() + 10

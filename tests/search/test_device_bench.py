@@ -1,5 +1,6 @@
 """The bench itself, on the CPU, where the only candidate is what Inductor makes of a recipe."""
 
+import math
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
-from stof_compile.search.bench import LIBRARY, LONG_TURNS, TURNS, Candidate, DeviceBench
+from stof_compile.search.bench import LONG_TURNS, TURNS, DeviceBench
+from stof_compile.search.candidate import LIBRARY, Candidate
 from stof_compile.search.operands import random_operand
+from stof_compile.search.segment_workers import SegmentWorkers
 from stof_compile.search.trial import TrialTable
 
 
@@ -104,9 +107,9 @@ def test_a_librarys_kernel_is_not_called_ahead(bench, monkeypatch):
             jobs.append(job.template)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(f"{DeviceBench.__module__}.TritonEnvironment", MagicMock())
+    monkeypatch.setattr(f"{SegmentWorkers.__module__}.TritonEnvironment", MagicMock())
     bench.templates, bench.device = (TritonLinear(), CublasLinear()), torch.device("cuda")
-    bench.pool = Pool()
+    bench.workers.pool = Pool()
     bench.prepare(recipe, bench.candidates(recipe))
     assert jobs and set(jobs) == {"triton_linear"}
 
@@ -129,8 +132,9 @@ def test_what_inductor_makes_of_a_segment_is_sent_and_not_waited_for_in_the_queu
             return futures[-1]
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(f"{DeviceBench.__module__}.TritonEnvironment", MagicMock())
-    bench.templates, bench.device, bench.pool = (TritonLinear(),), torch.device("cuda"), Pool()
+    monkeypatch.setattr(f"{SegmentWorkers.__module__}.TritonEnvironment", MagicMock())
+    bench.templates, bench.device = (TritonLinear(),), torch.device("cuda")
+    bench.workers.pool = Pool()
     library = Candidate(LIBRARY)
     bench.prepare(linear_recipe(), [library])  # cuBLAS: nothing to compile
     bench.prepare(product, [library])  # Inductor may time products
@@ -140,8 +144,38 @@ def test_what_inductor_makes_of_a_segment_is_sent_and_not_waited_for_in_the_queu
     assert [job.template for job in jobs] == [LIBRARY, "triton_linear"]
     assert [bool(job.inductor) for job in jobs] == [True, False]
     assert [job.turn for job in jobs] == [1, 2]
-    bench._await_compiled(recipe, library)  # it waits for its turn: compiled here
+    assert bench.workers.wait(recipe, library, bench.budget)  # it waits for its turn: compiled here
     assert futures[0].cancelled()
+
+
+def test_what_is_not_compiled_when_the_time_ends_is_not_measured(bench, monkeypatch):
+    """Compiling it in this process would take longer than what is left."""
+    from stof_compile.templates.triton_linear import TritonLinear
+
+    recipe, hurried = linear_recipe(activation="relu"), []
+
+    class Pool:
+        alive = ready = True
+
+        def submit(self, job):
+            return Future()
+
+        def hurry(self, job, future):
+            hurried.append(job.config)
+            now[0] += 1.0
+
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(f"{SegmentWorkers.__module__}.TritonEnvironment", MagicMock())
+    bench.templates, bench.device = (TritonLinear(),), torch.device("cuda")
+    bench.workers.pool = Pool()
+    bench.budget = Budget(0.5, clock=lambda: now[0])
+    first, second = bench.candidates(recipe)[:2]
+    bench.prepare(recipe, [first, second])
+    trial = bench.trial(recipe, first)
+    assert trial.cost_us == math.inf and "time ended" in trial.reason
+    assert bench.known(recipe, first) is None and bench.table.measured == 0
+    assert hurried[0] == first.config and second.config in hurried, "it would come next"
 
 
 def test_a_librarys_kernel_that_drops_nan_fails_its_trial(bench, monkeypatch):

@@ -2,7 +2,7 @@
 
 import math
 
-from stof_compile.search.bench import LIBRARY, candidate_of
+from stof_compile.search.candidate import LIBRARY, candidate_of
 from stof_compile.search.draw import REACH, draw_candidates, within_reach
 
 

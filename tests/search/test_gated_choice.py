@@ -13,7 +13,7 @@ from stof_compile.fusion.recipe import run_recipe
 from stof_compile.measure import ErrorReport, Timing
 from stof_compile.normalize import normalize
 from stof_compile.packing import find_packs
-from stof_compile.search.bench import LIBRARY, candidate_of
+from stof_compile.search.candidate import LIBRARY, candidate_of
 from stof_compile.search.context import TuningContext
 from stof_compile.search.gated_choice import gated_recipes, joining
 from stof_compile.search.pack_choice import STORE_KIND, choose_packs, prepare_packs

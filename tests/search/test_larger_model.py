@@ -21,7 +21,8 @@ from stof_compile.fuse import Fusion
 from stof_compile.measure import ErrorReport, Timing
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
-from stof_compile.search.bench import LIBRARY, DeviceBench
+from stof_compile.search.bench import DeviceBench
+from stof_compile.search.candidate import LIBRARY
 from stof_compile.store import Store
 
 BASE, LARGE = (768, 12), (1024, 16)  # width, heads

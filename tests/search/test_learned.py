@@ -4,7 +4,7 @@ import pytest
 from fake_segment_bench import bound, tuned
 
 from stof_compile.fusion.fingerprint import fingerprints
-from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
 from stof_compile.search.draw import CLOSEST, WARM_SAMPLES, around, closest_to, draw_learned
 from stof_compile.search.learned import Learned
 from stof_compile.store import Store

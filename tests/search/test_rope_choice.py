@@ -7,7 +7,7 @@ from stof_compile.budget import Budget
 from stof_compile.errors import StofPlanError
 from stof_compile.measure import ErrorReport, Timing
 from stof_compile.plan import ChainPlan, Plan
-from stof_compile.search.bench import LIBRARY, candidate_of
+from stof_compile.search.candidate import LIBRARY, candidate_of
 from stof_compile.search.context import TuningContext
 from stof_compile.search.rope_choice import (
     choose_rotation,

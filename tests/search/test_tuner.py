@@ -10,7 +10,7 @@ from fake_segment_bench import FakeBench, bound, tuned
 from stof_compile.budget import Budget
 from stof_compile.fusion.chain import OpChain
 from stof_compile.measure import Timing
-from stof_compile.search.bench import LIBRARY, Candidate, candidate_of
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
 from stof_compile.search.chain_search import FINALISTS
 from stof_compile.search.context import TuningContext
 from stof_compile.search.trial import TrialTable
@@ -161,6 +161,7 @@ def test_what_inductor_joins_with_its_neighbours_is_ours_with_a_product_only(mlp
 
 def test_finals_that_would_take_too_long_are_left_out(mlp, monkeypatch):
     """Nothing looks at the clock inside of a comparison."""
+    monkeypatch.setattr("stof_compile.search.chain_search.FEW_ROWS", 0)
     asked = []
     compare = FakeBench.compare
     monkeypatch.setattr(FakeBench, "compare", lambda *a: asked.append(len(a[1])) or compare(*a))
@@ -194,6 +195,10 @@ def test_products_are_compared_in_long_turns(bert, monkeypatch):
     monkeypatch.setattr(FakeBench, "compare", compare)
     monkeypatch.setattr(FakeBench, "candidates", candidates)
     graph = bert(1)
+    tuned(graph, graph.chain_with("gelu"))
+    assert asked and not any(long for _, long in asked), "so few rows draw little power"
+    asked.clear()
+    monkeypatch.setattr("stof_compile.search.chain_search.FEW_ROWS", 0)
     tuned(graph, graph.chain_with("gelu"))
     assert ({0}, False) in asked and ({1}, True) in asked
     assert all(long == (max(apart) > 0) for apart, long in asked)
