@@ -235,7 +235,7 @@ def test_gpu_llama(dtype, forced, fresh_dynamo, tmp_path, monkeypatch):
 
     if forced:
         monkeypatch.setattr(fuse, "choose_packs", all_packed)
-    budget = 0 if forced else 60
+    budget = 0 if forced else 120  # of a busy host; the search ends before
     options = {"cache_dir": tmp_path, "strict": True, "tune_budget_s": budget, "pack_memory": 1.0}
     fast = torch.compile(model, backend="stof", options=options)
     found = fast(ids).last_hidden_state
