@@ -16,8 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 from queue import PriorityQueue
@@ -87,6 +86,7 @@ class CompilePool:
     def __init__(self, workers: int, command: list[str] | None = None) -> None:
         self._jobs: PriorityQueue[tuple[int, int, _Item]] = PriorityQueue()
         self._numbers = count()  # jobs of a kind keep their order
+        self._beginning = threading.Lock()
         self._closed = False
         self._started = time.monotonic()
         self.ready = False
@@ -134,6 +134,13 @@ class CompilePool:
         for process in self._processes:
             process.wait()
 
+    def _begins(self, future: Future[str]) -> bool:
+        """Whether a job is to be done now: neither cancelled, nor begun where it was hurried."""
+        with self._beginning:
+            if future.running() or future.done():
+                return False
+            return future.set_running_or_notify_cancel()
+
     def _serve(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
         """Give one worker a job after the other."""
         with said:
@@ -154,7 +161,7 @@ class CompilePool:
             if item is None:
                 return
             job, future = item
-            if not _begins(future):
+            if not self._begins(future):
                 continue
             try:
                 pickle.dump(job, process.stdin)
@@ -171,13 +178,6 @@ class CompilePool:
                     log.info("compiling %s %s ended a worker (exit code %s): %s", *ended)
                 future.set_result(f"the worker ended: {failure!r}")
                 return
-
-
-def _begins(future: Future[str]) -> bool:
-    """Whether a job is to be done now: neither cancelled nor begun where it was hurried."""
-    with suppress(InvalidStateError, RuntimeError):  # what a future that has begun raises
-        return future.set_running_or_notify_cancel()
-    return False
 
 
 def _last_words(said: IO[bytes]) -> str:

@@ -51,7 +51,7 @@ def test_jobs_are_answered(pool):
     assert answers == ["", "no template other", ""]
 
 
-def test_a_hurried_job_goes_before_all_others_and_is_done_once():
+def test_a_hurried_job_goes_before_all_others_and_is_done_once(caplog):
     pool, order = CompilePool(1, [sys.executable, "-c", ECHO]), []
     try:
         futures = [pool.submit(job(name)) for name in ("slow", "fits", "fits", "fits")]
@@ -64,6 +64,7 @@ def test_a_hurried_job_goes_before_all_others_and_is_done_once():
         pool.hurry(job("fits"), futures[3])  # nothing happens
     finally:
         pool.close()
+    assert not caplog.records, "futures complain of what they are asked for twice"
 
 
 def test_a_worker_that_dies_answers_its_job_and_leaves_the_others(pool, caplog):
