@@ -249,11 +249,11 @@ def tuned(bench: DeviceBench, recipe: Recipe, seed: int, where: tuple[Any, str, 
         where: for the log, which hears of a recipe that none runs or that was hardly tuned.
     """
     space = bench.candidates(recipe)
-    drawn = draw_candidates(space, TRIALS, f"{seed}", library=False)
+    drawn = draw_candidates(space, TRIALS, f"{seed}", library=False, slow=True)
     bench.prepare(recipe, drawn)
     timed: list[tuple[float, Candidate]] = []
     for candidate in drawn:
-        if bench.budget.spent and timed:
+        if bench.budget.spent and any(math.isfinite(us) for us, _ in timed):
             break
         timed.append((bench.trial(recipe, candidate).cost_us, candidate))
     finite = [(us, candidate) for us, candidate in timed if math.isfinite(us)]

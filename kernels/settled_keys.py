@@ -32,8 +32,11 @@ def settle_key(kernel: Any) -> None:
             _settled.add(id(kernel))
             return
 
+        here = threading.get_ident()
+
         def called_first(self: Any, function: Any) -> None:
-            _ = function.cache_key
+            if threading.get_ident() == here:  # keys of others stay what they were
+                _ = function.cache_key
             plain(self, function)
 
         DependenciesFinder._update_hash = called_first

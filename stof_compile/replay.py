@@ -145,7 +145,9 @@ def _long_graph(
     )
     turns = _turns(1, rough_us)
     graph = _capture(fn, input_sets, turns, stream)
-    one_us = min(_event_samples(graph.replay, 1 if rough_us > SLOW_US else 3))
+    one_us = _event_samples(graph.replay, 1)[0]
+    if max(one_us, rough_us) <= SLOW_US:
+        one_us = min(one_us, *_event_samples(graph.replay, 2))
     if _turns(turns, one_us) > turns and not (many and one_us > GRAPH_US / 2):
         turns = _turns(turns, one_us)
         graph = _capture(fn, input_sets, turns, stream)

@@ -31,7 +31,7 @@ from stof_compile.measure import (
     time_as_in_use,
     time_callable,
 )
-from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of, closest_to
 from stof_compile.search.library import library_call
 from stof_compile.search.nan_check import keeps_nan
 from stof_compile.search.operands import random_operand
@@ -67,8 +67,8 @@ class SegmentBench(Protocol):
 
     def candidates(self, recipe: Recipe) -> list[Candidate]:
         """Every candidate of the templates that accept a recipe. Each template's first config
-        leads, then the templates take turns, each with what it estimates to be fastest first;
-        what takes long to compile comes late.
+        leads, then the templates take turns, each with what it estimates to be fastest, or else
+        what is closest to its first config; what takes long to compile comes late.
         """
 
     def offers(self, recipe: Recipe, candidate: Candidate) -> bool:
@@ -140,9 +140,13 @@ class DeviceBench:
             if not self._runs(template, recipe):
                 continue
             first = candidate_of(template.name, template.first(recipe, self.facts))
-            configs = template.space(recipe, self.facts).configs()
-            space = dict.fromkeys([first, *(candidate_of(template.name, c) for c in configs)])
-            spaces[template.name.startswith(TILELANG)].append(list(space))
+            offered = template.space(recipe, self.facts)
+            configs = [candidate_of(template.name, config) for config in offered.configs()]
+            if offered.kept is None:  # not ranked by an estimate
+                configs = closest_to(first, configs)
+            spaces[template.name.startswith(TILELANG)].append(
+                list(dict.fromkeys([first, *configs]))
+            )
         quick, slow = _in_turns(spaces[False]), _in_turns(spaces[True])
         late = len(spaces[False]) + FIRST_TRIED
         return [
@@ -203,6 +207,9 @@ class DeviceBench:
         started = time.monotonic()
         with self._counted():
             known = self.known(recipe, candidate) is not None
+            if not known and not self.workers.has(recipe, candidate):
+                self.table.trials(recipe.key)  # another process may have measured it meanwhile
+                known = self.known(recipe, candidate) is not None
             if not known and not self.workers.wait(recipe, candidate, self.budget):
                 asked = recipe.key, candidate.template, candidate.config
                 return Trial(*asked, "refused", reason="the time ended before it was compiled")

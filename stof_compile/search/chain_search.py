@@ -309,11 +309,14 @@ class ChainSearch:
             best if math.isfinite(best) else None,
             lambda c: self._at.cost_if_known(place, c),
         )
-        learned, found = self._learned_config(place), self._at.best_known(place)
+        learned, drawn = self._learned_config(place), self._draw(place)
         if learned is not None and learned.template != LIBRARY:
             return around(learned, space)
-        faster = found is not None and found.template != LIBRARY
-        if found is not None and faster and (learned is not None or self.start.is_known):
+        # of what stage 1 drew: what is known by now may come from this stage, in an earlier search
+        costs = {c: finite(self._at.cost_if_known(place, c)) for c in drawn}
+        timed = {c: us for c, us in costs.items() if us is not None}
+        found = min(timed, key=lambda c: timed[c], default=Candidate(LIBRARY))
+        if found.template != LIBRARY and (learned is not None or self.start.is_known):
             return around(found, space)  # the like was left to the library, or is no such segment
         if learned is None:
             return space
@@ -334,9 +337,7 @@ class ChainSearch:
         return self._at.measured(place, drawn.pop(0))
 
     def _draw(self, place: Span) -> list[Candidate]:
-        """Candidates of a segment for stage 1: what is there without us, the templates' own first
-        configs, then random ones.
-        """
+        """Candidates of a segment for stage 1 (``draw_candidates``)."""
         space, has_library = self._at.space(place), self._at.has_library(place)
         seed = f"{self.ctx.seed} {place} {len(space)}"
         learned = self._learned_config(place)

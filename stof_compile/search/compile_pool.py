@@ -115,9 +115,11 @@ class CompilePool:
         return future
 
     def hurry(self, job: Job | AttentionJob, future: Future[str]) -> None:
-        """Let a job that was submitted and has not begun go before all others."""
+        """Let a job that was submitted and has not begun go before all others, also before those
+        that were hurried earlier.
+        """
         if not future.running() and not future.done():
-            self._jobs.put((-1, next(self._numbers), (job, future)))
+            self._jobs.put((-1, -next(self._numbers), (job, future)))
 
     @property
     def alive(self) -> bool:
@@ -172,12 +174,21 @@ class CompilePool:
                     log.debug("a worker could not compile %s %s: %s", *what)
                 future.set_result(failed)
             except Exception as failure:  # the worker is of no use any more
-                process.kill()
+                code = _exit_code(process)
                 if not self._closed:
-                    ended = job.template, job.config, process.wait(), _last_words(said)
+                    ended = job.template, job.config, code, _last_words(said)
                     log.info("compiling %s %s ended a worker (exit code %s): %s", *ended)
                 future.set_result(f"the worker ended: {failure!r}")
                 return
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | str:
+    """How a process ended that answers no more; it is killed where it goes on."""
+    try:
+        return process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "none, it was killed"
 
 
 def _last_words(said: IO[bytes]) -> str:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stof_compile.budget import Budget
+from stof_compile.fusion.recipe import Recipe
 from stof_compile.plan import Plan
 from stof_compile.search.bench import SegmentBench
+from stof_compile.search.candidate import Candidate
 from stof_compile.search.initial import InitialLimits
 from stof_compile.store import Store
 
@@ -43,3 +45,13 @@ class TuningContext:
     def use(self, budget: Budget) -> None:
         """Go on with another budget: a slice of the whole, for one chain."""
         self.budget = self.bench.budget = budget
+
+    def count(self, recipe: Recipe, candidate: Candidate, what: str, best_us: float) -> None:
+        """Count a trial that was asked for, unless the time ended before it could be taken.
+
+        Args:
+            what, best_us: told to ``progress``.
+        """
+        if self.bench.known(recipe, candidate) is not None:
+            self.trials += 1
+            self.progress(what, best_us, self.trials)

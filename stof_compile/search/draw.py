@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 
-from stof_compile.search.candidate import LIBRARY, Candidate
+from stof_compile.search.candidate import LIBRARY, Candidate, closest_to
 from stof_compile.templates.base import TILELANG
-from stof_compile.templates.space import Config
 
 REACH = 1.4
 """A template whose best config so far is this much slower than the segment's best is not sampled
@@ -19,7 +17,7 @@ CLOSEST = 12  # configs to a learned one that are worth measuring; a search from
 
 
 def draw_candidates(
-    space: Sequence[Candidate], count: int, seed: str, *, library: bool
+    space: Sequence[Candidate], count: int, seed: str, *, library: bool, slow: bool = False
 ) -> list[Candidate]:
     """Draw from a segment's candidates: what is there without us, each template's first config,
     then half of what is estimated to be fastest and half at random. Estimates are good (of matrix
@@ -27,16 +25,16 @@ def draw_candidates(
     and wrong in places.
 
     TileLang's templates are not drawn where another takes the segment: loading one of their
-    kernels takes as long as twenty trials. Stage 2 comes to them.
+    kernels takes as long as twenty trials. Stage 2 comes to them where it follows.
 
     Args:
         space: as ``SegmentBench.candidates`` gives them; the first of each template is its own
             choice. count: most candidates drawn, but the library and the first configs always
             fit. seed: the same one draws the same. library: whether the segment as it is without
-            us leads.
+            us leads. slow: draw the first configs of TileLang's templates in any case.
     """
     quick = [c for c in space if not c.template.startswith(TILELANG)]
-    leading = list({c.template: c for c in reversed(quick or space)}.values())[::-1]
+    leading = _first_of_each(space if slow or not quick else quick)
     drawn = [*([Candidate(LIBRARY)] if library else []), *leading]
     rest = [c for c in quick if c not in leading]
     more = min(len(rest), max(0, count - len(drawn)))
@@ -65,28 +63,8 @@ def around(learned: Candidate, space: Sequence[Candidate]) -> list[Candidate]:
     """What is worth measuring where an alike segment got ``learned``: what is closest to it, and
     the first config of each template, which may be a better one for these sizes.
     """
-    first = {c.template: c for c in reversed(space)}
-    wanted = {*first.values(), *closest_to(learned, space)[:CLOSEST]}
+    wanted = {*_first_of_each(space), *closest_to(learned, space)[:CLOSEST]}
     return [c for c in space if c in wanted]
-
-
-def closest_to(candidate: Candidate, space: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates of a space that are of the same template, those that differ least first."""
-    settings = candidate.settings
-    alike = [c for c in space if c.template == candidate.template]
-    alike = [c for c in alike if c.settings.keys() == settings.keys()]
-    return sorted(alike, key=lambda c: _distance(settings, c.settings))
-
-
-def _distance(first: Config, second: Config) -> tuple[int, float]:
-    """How many settings of two configs differ, and by how many powers of two."""
-    apart = [(first[name], second[name]) for name in first if first[name] != second[name]]
-    powers = [
-        abs(math.log2(a / b))
-        for a, b in apart
-        if isinstance(a, int | float) and isinstance(b, int | float) and a > 0 and b > 0
-    ]
-    return len(apart), sum(powers)
 
 
 def within_reach(
@@ -106,3 +84,11 @@ def within_reach(
         if us is not None:
             fastest[candidate.template] = min(us, fastest.get(candidate.template, us))
     return [c for c in space if fastest.get(c.template, 0.0) <= REACH * best_us]
+
+
+def _first_of_each(space: Sequence[Candidate]) -> list[Candidate]:
+    """The first candidate of each template, in the order in which they come."""
+    first: dict[str, Candidate] = {}
+    for candidate in space:
+        first.setdefault(candidate.template, candidate)
+    return list(first.values())

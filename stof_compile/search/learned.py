@@ -11,8 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
-from stof_compile.search.draw import closest_to
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of, closest_to
 from stof_compile.store import Store
 
 log = logging.getLogger("stof_compile")

@@ -85,10 +85,14 @@ def choose_pack(
 def _by_trials(gm: GraphModule, pack: Pack, ctx: TuningContext) -> PackPlan:
     parts = [_product(gm, pack, (i,)) for i in range(len(pack.sizes))]
     whole = _product(gm, pack, range(len(pack.sizes)))
+    drawn = {recipe.key: _drawn(recipe, ctx) for recipe in (*parts, whole)}
     # what is good for one form is tried for the other too: luck of the draw decides nothing
-    for_parts = [_best(part, ctx)[1] for part in parts]
-    together, for_whole = _best(whole, ctx, for_parts)
-    apart = sum(_best(part, ctx, [for_whole])[0] for part in parts)
+    for_parts = [_best(part, ctx, drawn[part.key])[1] for part in parts]
+    together, for_whole = _best(whole, ctx, [*drawn[whole.key], *for_parts])
+    found = [_best(part, ctx, [*drawn[part.key], for_whole]) for part in parts]
+    apart = sum(us for us, _ in found)
+    for recipe, winner in ((whole, for_whole), *zip(parts, (c for _, c in found), strict=True)):
+        _note(recipe, winner, ctx)
     return _measured(pack, apart, together, f"{apart:.1f} us apart, {together:.1f} us packed")
 
 
@@ -96,7 +100,11 @@ def _against_gated(gm: GraphModule, pack: Pack, gated: Recipe, ctx: TuningContex
     rest = joining(gated)
     assert rest is not None, "gated_recipes gives those that have one"
     product = _product(gm, pack, range(len(pack.sizes)))
-    found = [(recipe, *_best(recipe, ctx)) for recipe in (gated, product, rest)]
+    found = [
+        (recipe, *_best(recipe, ctx, _drawn(recipe, ctx))) for recipe in (gated, product, rest)
+    ]
+    for recipe, _, winner in found:
+        _note(recipe, winner, ctx)
     apart = together = math.inf
     if all(math.isfinite(us) for _, us, _ in found) and not ctx.budget.spent:
         one, *two = [(recipe, candidate) for recipe, _, candidate in found]
@@ -124,30 +132,36 @@ def _measured(pack: Pack, apart: float, together: float, reason: str) -> PackPla
 
 
 def _best(
-    recipe: Recipe, ctx: TuningContext, also: Sequence[Candidate] = ()
+    recipe: Recipe, ctx: TuningContext, wanted: Sequence[Candidate]
 ) -> tuple[float, Candidate]:
-    """The best of the library and some candidates of the templates, with its microseconds.
+    """The best of some candidates, with its microseconds; when the budget is spent, of those that
+    are known.
 
     Args:
-        also: further candidates, as far as there are any such.
+        wanted: candidates; those that do not exist for the recipe are left out.
     """
-    offered = [c for c in also if c.template == LIBRARY or ctx.bench.offers(recipe, c)]
-    candidates = list(dict.fromkeys([*_drawn(recipe, ctx), *offered]))
+    candidates = [
+        c for c in dict.fromkeys(wanted) if c.template == LIBRARY or ctx.bench.offers(recipe, c)
+    ]
     ctx.bench.prepare(recipe, candidates)
     best, winner = math.inf, candidates[0]
     for candidate in candidates:
-        if ctx.budget.spent:
-            break
-        known = ctx.bench.known(recipe, candidate) is not None
-        us = ctx.bench.trial(recipe, candidate).cost_us
-        if us < best:
-            best, winner = us, candidate
-        if not known:
-            ctx.trials += 1
-            ctx.progress("projections", best, ctx.trials)
-    if math.isfinite(best) and not ctx.budget.spent:
-        _learned(ctx).note_config(_fingerprints(recipe), winner)
+        trial = ctx.bench.known(recipe, candidate)
+        if trial is None and ctx.budget.spent:
+            continue
+        if trial is None:
+            trial = ctx.bench.trial(recipe, candidate)
+            ctx.count(recipe, candidate, "projections", min(best, trial.cost_us))
+        if trial.cost_us < best:
+            best, winner = trial.cost_us, candidate
     return best, winner
+
+
+def _note(recipe: Recipe, winner: Candidate, ctx: TuningContext) -> None:
+    """Remember what a product got for the like of it."""
+    trial = ctx.bench.known(recipe, winner)
+    if trial is not None and math.isfinite(trial.cost_us) and not ctx.budget.spent:
+        _learned(ctx).note_config(_fingerprints(recipe), winner)
 
 
 def _drawn(recipe: Recipe, ctx: TuningContext) -> list[Candidate]:

@@ -180,8 +180,7 @@ class _Choice:
         known = self.ctx.bench.known(recipe, candidate)
         trial = known or self.ctx.bench.trial(recipe, candidate)
         if known is None:
-            self.ctx.trials += 1
-            self.ctx.progress("rotations", trial.cost_us, self.ctx.trials)
+            self.ctx.count(recipe, candidate, "rotations", trial.cost_us)
         return trial.cost_us
 
 

@@ -33,6 +33,7 @@ class SegmentWorkers:
     waited_s: float = 0.0
     _jobs: dict[tuple[str, Candidate], tuple[Job, Future[str]]] = field(default_factory=dict)
     _settings: bytes = b""  # of Inductor
+    _hurried: str = ""  # the recipe whose candidates went to the front last
 
     def send(
         self,
@@ -77,13 +78,12 @@ class SegmentWorkers:
             return True  # Inductor takes less time for a segment than waiting for its turn may
         started = time.monotonic()
         try:
+            spent = budget.spent  # who asks then wants to know all the same
             if not future.done() and self.pool is not None:
-                alike = [held for (key, _), held in self._jobs.items() if key == recipe.key]
-                for other_job, other in [(job, future), *alike]:  # they are asked for next
-                    self.pool.hurry(other_job, other)
+                self._hurry(self.pool, recipe, job, future)
             while not future.done():
                 if budget.spent:
-                    return False
+                    return spent
                 if self.pool is None or not self.pool.alive:
                     return True
                 if not self.pool.ready and future.cancel():
@@ -92,6 +92,20 @@ class SegmentWorkers:
         finally:
             self.waited_s += time.monotonic() - started
         return True
+
+    def has(self, recipe: Recipe, candidate: Candidate) -> bool:
+        """Whether a candidate is compiled, or nobody compiles it ahead."""
+        _, future = self._jobs.get((recipe.key, candidate), (None, None))
+        return future is None or future.done()
+
+    def _hurry(self, pool: CompilePool, recipe: Recipe, job: Job, future: Future[str]) -> None:
+        """Let a candidate go first, and behind it the others of its segment: they come next."""
+        if self._hurried != recipe.key:
+            self._hurried = recipe.key
+            alike = [held for (key, _), held in self._jobs.items() if key == recipe.key]
+            for other_job, other in reversed(alike):
+                pool.hurry(other_job, other)
+        pool.hurry(job, future)
 
     def close(self) -> None:
         """End the processes."""

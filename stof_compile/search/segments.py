@@ -190,8 +190,7 @@ class ChainSegments:
             self.interrupted()
             return math.inf
         if not known:
-            self.ctx.trials += 1
-            self.ctx.progress(self.name, self.best_cost(place), self.ctx.trials)
+            self.ctx.count(recipe, candidate, self.name, self.best_cost(place))
         return trial.cost_us
 
     def contenders(self, place: Span, reach: float, most: int) -> list[Candidate]:

@@ -25,7 +25,7 @@ Legality = Callable[[int, int], str | None]
 """(start, stop) of a segment of two or more ops -> why it cannot be one kernel, None if it can."""
 
 SegmentCost = Callable[[Segment], float]
-"""Microseconds of a segment with one config drawn at random; infinity if it failed."""
+"""Microseconds of a segment with one config of those drawn; infinity if it failed."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +261,8 @@ class _Costs:
                     if self._budget.spent:
                         return None
                     sample = self._cost(segment)
+                    if math.isinf(sample) and self._budget.spent:  # it may have had no time
+                        return None
                     best = best if math.isnan(sample) else min(best, sample)
                 self._best[segment] = best
             total += self._best[segment]

@@ -183,9 +183,10 @@ class _Segment(Generic[C]):
             best = self.best
             drawn = [c for c in self.untried if near(best, c)][: (count + 1) // 2]
         rest = [c for c in self.untried if c not in drawn]
-        while rest and len(drawn) < count:
-            soon = self._generator.randrange(min(SOON, len(rest))) if len(drawn) % 2 else 0
-            drawn.append(rest.pop(soon))
+        for number in range(count - len(drawn)):
+            if rest:
+                soon = self._generator.randrange(min(SOON, len(rest))) if number % 2 else 0
+                drawn.append(rest.pop(soon))
         self.untried = [c for c in self.untried if c not in drawn]
         return drawn
 

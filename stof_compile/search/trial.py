@@ -42,7 +42,8 @@ class Trial:
         template: name of the template.
         config: (dimension, value) pairs, sorted by dimension.
         status: ``measured`` | ``failed`` (raised, or out of tolerance) | ``refused`` (the template
-            declined) | ``nan`` (NaN or infinities the reference does not have).
+            declined, or the time ended before it was compiled) | ``nan`` (NaN or infinities the
+            reference does not have).
         median_us: microseconds of one call, None unless measured.
         error: largest relative error against the reference, None where there is none.
         reason: why it was not measured; empty otherwise.

@@ -175,7 +175,9 @@ def test_what_is_not_compiled_when_the_time_ends_is_not_measured(bench, monkeypa
     trial = bench.trial(recipe, first)
     assert trial.cost_us == math.inf and "time ended" in trial.reason
     assert bench.known(recipe, first) is None and bench.table.measured == 0
-    assert hurried[0] == first.config and second.config in hurried, "it would come next"
+    assert hurried == [second.config, first.config, first.config], "the last one goes first"
+    assert bench.trial(recipe, second).cost_us == math.inf  # asked for when the time has ended:
+    assert bench.known(recipe, second) is not None, "it is compiled here, and fails without a GPU"
 
 
 def test_a_librarys_kernel_that_drops_nan_fails_its_trial(bench, monkeypatch):
@@ -195,3 +197,28 @@ def test_a_librarys_kernel_that_drops_nan_fails_its_trial(bench, monkeypatch):
             ),
         )
         assert bench.trial(recipe, candidate).status == ("measured" if name == "kept" else "nan")
+
+
+def test_templates_take_turns_and_what_compiles_slowly_comes_late(bench):
+    from stof_compile.templates.hopper_linear import HopperLinear
+    from stof_compile.templates.tilelang_linear import TileLangLinear
+    from stof_compile.templates.triton_linear import TritonLinear
+
+    templates = TritonLinear(), HopperLinear(), TileLangLinear()
+    recipe = linear_recipe(4096, 3072, 768)
+    bench.templates, bench.device = templates, torch.device("cuda")
+    found = bench.candidates(recipe)
+    names = [candidate.template for candidate in found]
+    triton, hopper, tilelang = (template.name for template in templates)
+    assert names[:10] == [triton, hopper] * 5 and names[10] == tilelang
+    assert names[11] == triton and names[-1] == tilelang and len({*found}) == len(found)
+    for template in templates:
+        own = [dict(c.config) for c in found if c.template == template.name]
+        space = template.space(recipe, bench.facts)
+        assert own[0] == template.first(recipe, bench.facts)
+        assert {str(sorted(c.items())) for c in own} == {
+            str(sorted(c.items())) for c in [own[0], *space.configs()]
+        }
+        if space.kept is None:  # not ranked: what is close to the first comes first
+            apart = [sum(config[name] != own[0][name] for name in config) for config in own]
+            assert apart == sorted(apart)

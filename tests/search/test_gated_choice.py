@@ -97,6 +97,9 @@ class FakeBench:
     def first(self, recipe):
         return next(iter(self.candidates(recipe)), None)
 
+    def offers(self, recipe, candidate):
+        return candidate in self.candidates(recipe)
+
     def known(self, recipe, candidate):
         return self.table.known(recipe.key, candidate.template, candidate.settings)
 

@@ -4,8 +4,8 @@ import pytest
 from fake_segment_bench import bound, tuned
 
 from stof_compile.fusion.fingerprint import fingerprints
-from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of
-from stof_compile.search.draw import CLOSEST, WARM_SAMPLES, around, closest_to, draw_learned
+from stof_compile.search.candidate import LIBRARY, Candidate, candidate_of, closest_to
+from stof_compile.search.draw import CLOSEST, WARM_SAMPLES, around, draw_learned
 from stof_compile.search.learned import Learned
 from stof_compile.store import Store
 
