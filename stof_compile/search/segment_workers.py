@@ -64,6 +64,8 @@ class SegmentWorkers:
             of_inductor = self._settings if c.template == LIBRARY else b""
             job = Job(recipe, c.template, c.config, f"cuda:{index}", environment, of_inductor)
             self._jobs[recipe.key, c] = job, self.pool.submit(job)
+        if self._hurried == recipe.key:
+            self._hurried = ""  # these have not been
 
     def wait(self, recipe: Recipe, candidate: Candidate, budget: Budget) -> bool:
         """Wait until a candidate is compiled, or could not be; then it fails again, and is

@@ -170,12 +170,20 @@ def test_what_is_not_compiled_when_the_time_ends_is_not_measured(bench, monkeypa
     bench.templates, bench.device = (TritonLinear(),), torch.device("cuda")
     bench.workers.pool = Pool()
     bench.budget = Budget(0.5, clock=lambda: now[0])
-    first, second = bench.candidates(recipe)[:2]
+    first, second, third = bench.candidates(recipe)[:3]
     bench.prepare(recipe, [first, second])
     trial = bench.trial(recipe, first)
     assert trial.cost_us == math.inf and "time ended" in trial.reason
     assert bench.known(recipe, first) is None and bench.table.measured == 0
     assert hurried == [second.config, first.config, first.config], "the last one goes first"
+    hurried.clear()
+    for asked, sent in ((second, []), (first, [third])):
+        bench.budget = Budget(0.5, clock=lambda: now[0])
+        bench.prepare(recipe, sent)
+        bench.trial(recipe, asked)
+    alone, *again = hurried  # where there are new ones, all go to the front once more
+    assert alone == second.config
+    assert again == [third.config, second.config, first.config, first.config]
     assert bench.trial(recipe, second).cost_us == math.inf  # asked for when the time has ended:
     assert bench.known(recipe, second) is not None, "it is compiled here, and fails without a GPU"
 
