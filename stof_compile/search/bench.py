@@ -207,7 +207,7 @@ class DeviceBench:
         started = time.monotonic()
         with self._counted():
             known = self.known(recipe, candidate) is not None
-            if not known and not self.workers.has(recipe, candidate):
+            if not known and self.workers.is_busy_with(recipe, candidate):
                 self.table.trials(recipe.key)  # another process may have measured it meanwhile
                 known = self.known(recipe, candidate) is not None
             if not known and not self.workers.wait(recipe, candidate, self.budget):

@@ -21,8 +21,8 @@ def draw_candidates(
 ) -> list[Candidate]:
     """Draw from a segment's candidates: what is there without us, each template's first config,
     then half of what is estimated to be fastest and half at random. Estimates are good (of matrix
-    products with 128 rows the best of the first eight is 4 % from the best of all, on an H100),
-    and wrong in places.
+    products with 128 rows the best of the first eight is 5 % from the best of all, on an H100:
+    docs/fusion.md), and wrong in places.
 
     TileLang's templates are not drawn where another takes the segment: loading one of their
     kernels takes as long as twenty trials. Stage 2 comes to them where it follows.
@@ -54,8 +54,8 @@ def draw_learned(
     """
     if learned.template != LIBRARY:
         first = next((c for c in space if c.template == learned.template), learned)
-        library_first = [Candidate(LIBRARY)] if library else []
-        return [*library_first, *dict.fromkeys((learned, first))]
+        as_it_is = [Candidate(LIBRARY)] if library else []
+        return [*as_it_is, *dict.fromkeys((learned, first))]
     return draw_candidates(space, WARM_SAMPLES, seed, library=library)[:WARM_SAMPLES]
 
 

@@ -72,8 +72,8 @@ class SegmentWorkers:
         recorded, where it is measured.
 
         Returns:
-            Whether it may be measured: not where the budget ended before, since compiling it in
-            this process would take more.
+            Whether it may be measured: not where the budget ends meanwhile, since compiling it in
+            this process would take more. Who asks with a spent budget is not kept waiting.
         """
         job, future = self._jobs.get((recipe.key, candidate), (None, None))
         if job is None or future is None or (candidate.template == LIBRARY and future.cancel()):
@@ -95,10 +95,10 @@ class SegmentWorkers:
             self.waited_s += time.monotonic() - started
         return True
 
-    def has(self, recipe: Recipe, candidate: Candidate) -> bool:
-        """Whether a candidate is compiled, or nobody compiles it ahead."""
+    def is_busy_with(self, recipe: Recipe, candidate: Candidate) -> bool:
+        """Whether a candidate was sent and is not compiled yet."""
         _, future = self._jobs.get((recipe.key, candidate), (None, None))
-        return future is None or future.done()
+        return future is not None and not future.done()
 
     def _hurry(self, pool: CompilePool, recipe: Recipe, job: Job, future: Future[str]) -> None:
         """Let a candidate go first, and behind it the others of its segment: they come next."""
