@@ -94,16 +94,21 @@ class CompilePool:
         self._threads: list[threading.Thread] = []
         started = command or [sys.executable, "-m", WORKER_MODULE]
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker has no pool
-        for _ in range(workers):
-            said = tempfile.TemporaryFile()  # noqa: SIM115 (what it says of its end; _serve closes it)
-            process = subprocess.Popen(
-                started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
-                env=environment,
-            )  # fmt: skip
-            thread = threading.Thread(target=self._serve, args=(process, said), daemon=True)
-            self._processes.append(process)
-            self._threads.append(thread)
-            thread.start()
+        try:
+            for _ in range(workers):
+                self._start(started, environment)
+        except BaseException:  # those that were started do not stay
+            self.close()
+            raise
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        said = tempfile.TemporaryFile()  # noqa: SIM115 (what it says of its end; _serve closes it)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, env=environment)
+        thread = threading.Thread(target=self._serve, args=(process, said), daemon=True)
+        self._processes.append(process)
+        self._threads.append(thread)
+        thread.start()
 
     def submit(self, job: Job | AttentionJob) -> Future[str]:
         """Queue a job; its result is "" or why it failed. Cancelled futures are skipped.

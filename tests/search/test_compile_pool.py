@@ -1,7 +1,9 @@
 """Workers that compile: the protocol, with jobs that need no GPU."""
 
 import pickle
+import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -87,6 +89,26 @@ def test_workers_that_do_not_start_are_not_alive():
         time.sleep(0.01)
     assert not pool.alive
     pool.close()
+
+
+def test_where_not_all_can_be_started_none_stays(monkeypatch):
+    one = tempfile.TemporaryFile()  # noqa: SIM115 (the pool closes it)
+    files, started = iter([one]), []
+    start = subprocess.Popen
+
+    def open_one():
+        for file in files:
+            return file
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", open_one)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1]
+    )
+    with pytest.raises(OSError, match="no space left"):
+        CompilePool(2, [sys.executable, "-c", ECHO])
+    (process,) = started
+    assert process.poll() is not None
 
 
 def test_the_real_worker_says_why_it_cannot():
