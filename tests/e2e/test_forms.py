@@ -7,6 +7,7 @@ from running import without_flex, without_inductor
 from torch import nn
 
 from stof_compile import explain, forms, masks, verdict
+from stof_compile.attention import select
 from stof_compile.budget import Budget
 from stof_compile.fuse import Fusion, search_budget
 from stof_compile.fusion_result import FusionResult
@@ -61,7 +62,15 @@ def run(model, x, tmp_path, **options):
 
 
 @pytest.mark.parametrize("tokens", [1024, 16])
-def test_it_is_compiled_once_and_before_the_search(compiles, fresh_dynamo, tmp_path, tokens):
+def test_it_is_compiled_once_and_before_the_search(
+    compiles, fresh_dynamo, tmp_path, monkeypatch, tokens
+):
+    every = select._candidates
+
+    def candidates(problem):  # with few tokens a busy machine may measure either to be faster
+        return [c for c in every(problem) if (c[0] == "sdpa") == (tokens == 16)]
+
+    monkeypatch.setattr(select, "_candidates", candidates)
     model, x = Packable().eval(), torch.randn(1, tokens, 64)
     out, record = run(model, x, tmp_path)
     (site,) = record.sites
