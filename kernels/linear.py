@@ -4,10 +4,8 @@
 
 Here: how the kernel of ``linear_kernel.py`` is configured and launched.
 
-Not here: programmatic dependent launches. ``wrap_triton`` has no way to ask for them (torch 2.11 to
-2.13), and the instruction that waits for the kernel before is inline assembly, which makes torch
-take every argument for written. Descriptors are made on the device for a like reason: those made on
-the host are not captured outside of Dynamo; Inductor's launcher allocates the memory they need.
+TMA descriptors are made on the device: those made on the host are not captured outside of Dynamo;
+Inductor's launcher allocates the memory they need.
 """
 
 from collections.abc import Sequence

@@ -103,8 +103,8 @@ def _decided_here(
     opts: StofOptions,
 ) -> Decided:
     budget = Budget(opts.tune_budget_s)
-    forms = Forms(captured, facts, inputs, opts, budget)
-    return forms.fastest(improve(gm, captured, facts, opts, budget, ahead=forms.compile_ahead))
+    with Forms(captured, facts, inputs, opts, budget) as forms:
+        return forms.fastest(improve(gm, captured, facts, opts, budget, ahead=forms))
 
 
 def _decided_together(

@@ -1,9 +1,12 @@
 """The forms of one graph (fused, attention only, as torch.compile runs it): made, and the fastest
 taken.
 
-The form as torch.compile runs it needs nothing of the search. Where a search with processes that
-compile is ahead, it is compiled first, while they are busy: its seconds also tell how many the
-compilation of the other forms will take, so that the search can leave them that.
+The form as torch.compile runs it needs nothing of the search, the one with attention rewritten only
+needs the choice of kernels. Where a search with processes that compile is ahead, these compile both
+meanwhile, and this process finds them in Inductor's cache. Where there are few processes, or the
+graph is not for them, the first form is compiled here, before the search, while they are busy with
+candidates. Its seconds also tell how many the compilation of the other forms will take, so that the
+search can leave them that.
 """
 
 from __future__ import annotations
@@ -25,17 +28,26 @@ from stof_compile.device import device_facts
 from stof_compile.fusion.recipe import fp32_products
 from stof_compile.graph_copy import copy_graph
 from stof_compile.improve import Outcome, improve
+from stof_compile.inductor import config_patches
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan
+from stof_compile.search.form_workers import FormWorkers
 from stof_compile.store import Store, default_root, environment_key
 from stof_compile.variants import facts_at_call
-from stof_compile.verdict import AS_TORCH, CompiledAhead, compile_for_timing, fastest_form
+from stof_compile.verdict import (
+    AS_TORCH,
+    CompiledAhead,
+    compile_for_timing,
+    fastest_form,
+    for_timing,
+)
 
 logger = logging.getLogger("stof_compile")
 
 FUSED, ATTENTION_ONLY = "fused", "attention only"
 AHEAD_FROM_S = 30.0  # budgets below are for callers in a hurry
 AHEAD_SHARE = 0.25  # of the budget
+LOADING_SHARE = 0.35  # of the seconds a form takes to compile, where Inductor has it in its cache
 
 
 class Forms:
@@ -57,6 +69,9 @@ class Forms:
         self._captured, self._facts, self._inputs = captured, facts, inputs
         self._opts, self._budget = opts, budget
         self._ahead: CompiledAhead | None = None
+        self._workers: FormWorkers | None = None
+        self._owns_workers = False
+        self._graphs: dict[str, torch.fx.GraphModule] = {}  # of the forms that were sent to them
         # graphs that write to their inputs are not run here; their segments are compared one by one
         unmeasured = opts.tune_budget_s <= 0 or opts.plan is not None or opts.fusion != "auto"
         self._compared = not (unmeasured or facts.mutated_inputs or has_effects(captured.graph))
@@ -66,22 +81,93 @@ class Forms:
         """Whether the form without us takes part; else the user's choice would be undone."""
         return self._compared and self._opts.attention == "auto" and not self._opts.strict
 
-    def compile_ahead(self) -> float:
-        """Compile the form as torch.compile runs it, before the search.
+    def __enter__(self) -> Forms:
+        return self
 
-        It takes at most a quarter of the budget: what it needs beyond that, torch.compile would
-        need as well, and the search has the time it had.
+    def __exit__(self, *failure: object) -> None:
+        if self._owns_workers and self._workers is not None:
+            self._workers.close()
 
+    def begin(self, workers: FormWorkers | None) -> float:
+        """Have the form as torch.compile runs it compiled, or compile it here before the search.
+
+        Args:
+            workers: processes that compile; None = there are none, or too few.
         Returns:
-            The seconds it took; 0 where the form takes no part, or did not compile.
+            The seconds it took here; 0 where the form takes no part, or did not compile.
         """
         opts, budget = self._opts, self._budget
         if not self._with_torch or opts.fp8 or opts.tune_budget_s < AHEAD_FROM_S or budget.spent:
             return 0.0
+        self._workers, started = workers, budget.clock()
+        if self._send(AS_TORCH, "sdpa", {}):
+            return budget.clock() - started
+        return 0.0 if budget.spent else self._compile_ahead()
+
+    def attention_chosen(self, choices: Mapping[str, AttentionPlan]) -> None:
+        """Have the form with attention rewritten only compiled, where other processes compile the
+        first one.
+
+        Args:
+            choices: attention problem -> what was chosen for it.
+        """
+        begun = self._workers is not None and self._workers.has(AS_TORCH)
+        if begun and not _all_left_to_torch(choices):
+            self._send(ATTENTION_ONLY, self._opts.attention, choices)
+
+    def form_s(self) -> float:
+        """Seconds that each form but the fused one will take after the search; 0 = not known.
+
+        Where another process could not compile the first one, it is compiled here now.
+        """
+        workers = self._workers
+        if workers is not None and workers.has(AS_TORCH):
+            if not workers.failed(AS_TORCH):
+                return LOADING_SHARE * workers.seconds(AS_TORCH)
+            self._workers = None
+            self._compile_ahead()
+        ahead = self._ahead
+        return 0.0 if ahead is None or ahead.compiled is None else ahead.seconds
+
+    def keeps_workers(self) -> bool:
+        """Whether the processes that compile are still busy with forms when the search has ended:
+        they do nothing else from then on, and end with this object.
+        """
+        workers = self._workers
+        if workers is None or not workers.busy:
+            return False
+        workers.keep_only_these()
+        self._owns_workers = True
+        return True
+
+    def _send(self, name: str, attention: str, choices: Mapping[str, AttentionPlan]) -> bool:
+        """Make a form and send it to a process that compiles; whether it was sent."""
+        if self._workers is None or self._budget.spent:
+            return False
+        try:
+            gm = self._made(attention, choices).gm
+        except KeyboardInterrupt:
+            logger.warning("interrupted: the forms of the graph are not compared")
+            self._budget.stop()
+            return False
+        except Exception as failure:  # a form that fails is out
+            logger.warning("%s could not be made for timing: %r", name, failure)
+            return False
+        self._graphs[name] = gm
+        settings = config_patches(for_timing(self._opts))
+        return self._workers.send(name, gm, self._inputs, settings)
+
+    def _compile_ahead(self) -> float:
+        """Compile the form as torch.compile runs it, before the search.
+
+        It takes at most a quarter of the budget: what it needs beyond that, torch.compile would
+        need as well, and the search has the time it had.
+        """
+        opts, budget = self._opts, self._budget
         logger.info("a form to compare with is compiled first: %s", AS_TORCH)
         started, compiled = budget.clock(), None
         try:
-            gm = self._made("sdpa", {}).gm
+            gm = self._graphs.get(AS_TORCH) or self._made("sdpa", {}).gm
             compiled = compile_for_timing(gm, self._inputs, opts)
         except KeyboardInterrupt:
             logger.warning("interrupted: the forms of the graph are not compared")
@@ -108,16 +194,19 @@ class Forms:
         earlier = {ATTENTION_ONLY: (opts.attention, chosen), AS_TORCH: ("sdpa", plain)}
         forms: dict[str, Outcome] = {FUSED: outcome}
 
-        def make(name: str) -> torch.fx.GraphModule:
+        def make(name: str) -> Outcome:
             if name not in forms:
                 forms[name] = self._made(*earlier[name])
-            return forms[name].gm
+            return forms[name]
+
+        def graph(name: str) -> torch.fx.GraphModule:
+            return self._graphs.get(name) or make(name).gm
 
         names = [FUSED, ATTENTION_ONLY]  # in the order in which they are tried while there is time
         fp8 = torch.ops.stof.attention_fp8.default  # rounded on purpose
         if self._with_torch and all(node.target is not fp8 for node in outcome.gm.graph.nodes):
             names.insert(1, AS_TORCH)
-            if all(c.kernel == "sdpa" and not c.config for c in chosen.values()):
+            if _all_left_to_torch(chosen):
                 names.remove(ATTENTION_ONLY)  # the same graph
         device = self._facts.device
         store = Store(opts.cache_dir or default_root(), environment_key(device_facts(device)))
@@ -125,18 +214,18 @@ class Forms:
         options = [asked[name] for name in ("mask", "inductor", "mode", "attention")]
         told = [graphs["captured"], graphs["rewritten"], *options, fp32_products()]
         identity = json.dumps(told)
-        makers = {name: partial(make, name) for name in names}
+        makers = {name: partial(graph, name) for name in names}
         started = time.monotonic()
         fastest = fastest_form(
-            makers, self._inputs, device, opts, store, identity, self._budget, self._ahead
-        )
+            makers, self._inputs, device, opts, store, identity, self._budget, self._ahead,
+            self._workers,
+        )  # fmt: skip
         outcome.record.timings_s["verdict"] = time.monotonic() - started
         verdict = fastest.verdict
         if verdict is None:
             return outcome, fastest.compiled
         logger.info("%s", verdict)
-        make(verdict.winner)
-        kept, found = forms[verdict.winner], outcome.record
+        kept, found = make(verdict.winner), outcome.record
         if kept is not outcome:  # what was tried and cost time is part of the story
             kept.record.options = found.options  # the user's
             kept.record.chains, kept.record.packs = found.chains, found.packs
@@ -150,6 +239,10 @@ class Forms:
         here = facts_at_call(gm, self._inputs, self._facts, constant=True)
         asked = replace(self._opts, fusion="off", strict=False, attention=attention)
         return improve(gm, self._captured, here, asked, self._budget, choices)
+
+
+def _all_left_to_torch(choices: Mapping[str, AttentionPlan]) -> bool:
+    return all(choice.kernel == "sdpa" and not choice.config for choice in choices.values())
 
 
 def _left_to_torch(choice: AttentionPlan) -> AttentionPlan:

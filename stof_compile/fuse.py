@@ -41,6 +41,7 @@ from stof_compile.search.bench import DeviceBench
 from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import start_pool
 from stof_compile.search.context import TuningContext
+from stof_compile.search.form_workers import FormWorkers, form_workers
 from stof_compile.search.gated_choice import gated_recipes
 from stof_compile.search.initial import limits_of
 from stof_compile.search.pack_choice import choose_packs, prepare_packs
@@ -141,6 +142,14 @@ class Fusion:
         """The processes that compile, for attention; None where there are none."""
         pool = self._bench.workers.pool
         return None if pool is None else AttentionWorkers(pool, self._context.budget)
+
+    def form_workers(self) -> FormWorkers | None:
+        """The processes that compile, for whole graphs; None where they are too few."""
+        return form_workers(self._bench.workers.pool, self._facts.device)
+
+    def leave_workers(self) -> None:
+        """Leave the processes that compile to whoever asked for them: they do not end here."""
+        self._bench.workers.pool = None
 
     def compile_ahead(self) -> bool:
         """Give the processes that compile what the search will most likely ask for.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -39,6 +40,7 @@ from stof_compile.plan import AttentionPlan, Plan, PlanFile
 from stof_compile.plan_fit import refuse_other_plan
 from stof_compile.record_attention import record_near_misses, record_sites
 from stof_compile.record_fusion import record_fusion
+from stof_compile.search.form_workers import FormWorkers
 from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key
 from stof_compile.triton_environment import settle_triton_environment
@@ -61,6 +63,22 @@ class Outcome:
     fusion: FusionResult | None = None
 
 
+class Ahead(Protocol):
+    """Forms of a graph that are compiled while a search has processes that compile."""
+
+    def begin(self, workers: FormWorkers | None) -> float:
+        """Begin before attention is chosen; the seconds it took."""
+
+    def attention_chosen(self, choices: Mapping[str, AttentionPlan]) -> None:
+        """Go on when attention is chosen."""
+
+    def form_s(self) -> float:
+        """Seconds that a form will take after the search; 0 = not known."""
+
+    def keeps_workers(self) -> bool:
+        """Whether it takes the processes over when the search has ended."""
+
+
 def improve(
     gm: torch.fx.GraphModule,
     captured: torch.fx.GraphModule,
@@ -69,7 +87,7 @@ def improve(
     budget: Budget | None = None,
     choices: Mapping[str, AttentionPlan] | None = None,
     given: PlanFile | None = None,
-    ahead: Callable[[], float] | None = None,
+    ahead: Ahead | None = None,
 ) -> Outcome:
     """Run STOF's own passes; when one fails the original graph is compiled.
 
@@ -78,8 +96,7 @@ def improve(
         budget: seconds left for measurements; None = all that the options give.
         choices: attention problem -> what was chosen for it in this compile.
         given: a plan to follow in place of that of the options.
-        ahead: called while other processes compile for a search: compiles a form that the graph
-            is compared with afterwards, and returns its seconds.
+        ahead: the forms that the graph is compared with afterwards.
     Raises:
         StofMaskError: one failed and the options have a mask, which would be lost.
     """
@@ -122,7 +139,7 @@ def _rewrite(
     budget: Budget,
     choices: Mapping[str, AttentionPlan],
     given: PlanFile | None,
-    ahead: Callable[[], float] | None,
+    ahead: Ahead | None,
 ) -> Outcome:
     record, made = before.record, before.plan
     normalize(gm, facts)
@@ -146,22 +163,26 @@ def _rewrite(
     fusion = None
     wanted = opts.fusion != "off" and (plan is None or plan.fusion)
     with ExitStack() as ending:
-        operators, form_s = None, 0.0
+        operators = None
         if wanted:
             operators = Fusion(gm, facts, opts, store, budget, plan, identity)
             ending.enter_context(operators)
             ctx = replace(ctx, workers=operators.attention_workers())
             _send_attention(gm, resolved, ctx)
             if operators.compile_ahead() and ahead is not None:
-                form_s = record.timings_s["form ahead"] = ahead()
+                record.timings_s["form ahead"] = ahead.begin(operators.form_workers())
         started = time.monotonic()
         reports = lower_attention(gm, sites, resolved, ctx)
         record.timings_s["attention"] = time.monotonic() - started
         erase_dead(gm.graph)  # views and mask parts written for sites that stayed
         record_sites(reports, record)
         if operators is not None:
-            fusion = operators.run(form_s)
+            if ahead is not None:
+                ahead.attention_chosen(ctx.choices)
+            fusion = operators.run(0.0 if ahead is None else ahead.form_s())
             record_fusion(fusion, record)
+            if ahead is not None and ahead.keeps_workers():
+                operators.leave_workers()
             if given is not None and plan is not None:
                 where = opts.plan or "of another rank"
                 refuse_other_plan(given, plan, ctx.choices, fusion, made.about, where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,12 +40,22 @@ def compile_with_inductor(
 
     Takes ownership of ``gm``.
     """
-    from torch._inductor.compile_fx import compile_fx
-
-    patches = config_patches(options) or None
     trains = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )
+    return compile_with_settings(gm, example_inputs, config_patches(options), trains)
+
+
+def compile_with_settings(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], trains: bool
+) -> Callable[..., Any]:
+    """Compile a torch-level graph under settings of Inductor; takes ownership of ``gm``.
+
+    Args:
+        trains: gradients are recorded.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
     with remembered_kernel_facts(trains):
-        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+        compiled = compile_fx(gm, list(inputs), config_patches=dict(settings) or None)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes

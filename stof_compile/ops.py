@@ -23,6 +23,7 @@ from stof_compile.ops_block import (
     with_heavy_rows,
 )
 from stof_compile.ops_fakes import fake_attention, fake_gradients
+from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_fp8 import attend_rounded, refusal_on, round_operands
 
 __all__ = [
@@ -353,38 +354,6 @@ def _device_choice(kernel: str, q: Tensor, value_dim: int, plain: bool) -> tuple
             "sdpa"
         )
     return kernel, list(first_gpu_config(kernel, q, value_dim, plain))
-
-
-def first_gpu_config(
-    kernel: str, q: Tensor, value_dim: int, plain: bool, *, fp8: bool = False
-) -> tuple[int, ...]:
-    """The first config of "block", "row" or "gather" for a problem that was not measured.
-
-    Args:
-        q: [batch, heads, q_len, head_dim] on a GPU. value_dim: of v.
-        plain: no padding, no bias, no softcap, a positive scale. fp8: q, k and v will be e4m3.
-    Raises:
-        StofUnsupportedError: the kernel has none for these head dims and this dtype.
-    """
-    from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
-
-    batch, heads, q_len, head_dim = q.shape
-    dtype = torch.float8_e4m3fn if fp8 else q.dtype
-    problem = head_dim, dtype, torch.cuda.get_device_capability(q.device)
-    found: Sequence[tuple[int, ...]]
-    if kernel == "row":
-        found = attention_rowwise.configs(*problem, value_dim=value_dim)
-    elif kernel == "gather":
-        found = attention_gather.configs(*problem, value_dim=value_dim, q_len=q_len)
-    else:
-        found = attention_blockwise.configs(
-            *problem, value_dim=value_dim, q_len=q_len, planes=batch * heads, plain=plain
-        )
-    if not found:
-        raise StofUnsupportedError(
-            f"no sparse kernel fits head dims {head_dim} and {value_dim} in {dtype} on this GPU"
-        )
-    return found[0]
 
 
 attention_rule.register_autograd(_rule_gradient, setup_context=_save_rule)

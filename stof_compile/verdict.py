@@ -26,6 +26,7 @@ from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor, is_replayed, uses_cuda_graphs
 from stof_compile.measure import time_in_turns
 from stof_compile.options import StofOptions
+from stof_compile.search.form_workers import FormWorkers
 from stof_compile.store import Store
 from stof_compile.typed_json import typed
 
@@ -115,6 +116,7 @@ def fastest_form(
     identity: str,
     budget: Budget,
     ahead: CompiledAhead | None = None,
+    workers: FormWorkers | None = None,
 ) -> FastestForm:
     """Compile and time the forms of one graph.
 
@@ -128,6 +130,8 @@ def fastest_form(
             user waits for anyway, takes nothing from it.
         ahead: a form that was compiled before; no other one is begun with less time left than it
             took.
+        workers: processes that compile some of the forms; what they have compiled is taken whether
+            there is time left or not, and that as torch.compile runs it is waited for.
     """
     launched = device.type == "cuda" and not is_replayed(opts)
     told = [identity, sorted(forms), "shortest to call" if launched else ""]
@@ -138,7 +142,7 @@ def fastest_form(
     compiled: dict[str, Callable[..., Any]] = {}
     verdict = None
     try:
-        complete = _compile(forms, inputs, opts, budget, compiled, ahead)
+        complete = _compile(forms, inputs, opts, budget, compiled, ahead, workers)
         verdict = _timed(compiled, inputs, device, launched) if len(compiled) > 1 else None
         if not complete:
             verdict = verdict or Verdict(next(iter(forms)), {})
@@ -171,6 +175,7 @@ def _compile(
     budget: Budget,
     compiled: dict[str, Callable[..., Any]],
     ahead: CompiledAhead | None,
+    workers: FormWorkers | None,
 ) -> bool:
     """Compile the forms while there is time, into ``compiled``; whether none was left out."""
     left = budget.left
@@ -179,7 +184,7 @@ def _compile(
             if ahead.compiled is not None:
                 compiled[name] = ahead.compiled
             continue
-        if number and (budget.spent or (ahead is not None and budget.left < ahead.seconds)):
+        if number and not _has_time(name, budget, ahead, workers):
             logger.info("%s is not timed: the time budget was spent", name)
             return False
         try:
@@ -193,14 +198,32 @@ def _compile(
     return True
 
 
+def _has_time(
+    name: str, budget: Budget, ahead: CompiledAhead | None, workers: FormWorkers | None
+) -> bool:
+    """Whether a form behind the first takes part."""
+    if workers is None or not workers.has(name):
+        return not budget.spent and (ahead is None or budget.left >= ahead.seconds)
+    if name == AS_TORCH:  # we promise never to be slower
+        workers.wait(name, None)
+        return True
+    return workers.wait(name, budget)  # if it was compiled, little is left to do
+
+
 def compile_for_timing(
     gm: GraphModule, inputs: Sequence[Any], opts: StofOptions
 ) -> Callable[..., Any]:
     """Compile a form of a graph as its options ask, but without CUDA graphs of Inductor."""
-    # else just as in the end, so that Inductor's caches know what was compiled for timing
+    return compile_with_inductor(copy_graph(gm), inputs, for_timing(opts))
+
+
+def for_timing(opts: StofOptions) -> StofOptions:
+    """Options without CUDA graphs of Inductor, else just as in the end: Inductor's caches know what
+    was compiled for timing, then.
+    """
     if uses_cuda_graphs(opts):
-        opts = replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
-    return compile_with_inductor(copy_graph(gm), inputs, opts)
+        return replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+    return opts
 
 
 def _timed(

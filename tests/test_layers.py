@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"options", "errors", "device", "plan", "budget", "typed_json"}),
     frozenset(
-        {"masks", "ops", "ops_block", "ops_cpu", "ops_fp8", "launchers"}
+        {"masks", "ops", "ops_block", "ops_cpu", "ops_fp8", "launchers", "ops_first_config"}
         | {"ops_fakes", "ops_hopper_attention"}
         | {"measure", "replay", "store", "capture", "normalize"}
         | {
@@ -27,7 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "node_ops",
             "static_values",
         }  # parts of normalize, capture
-        | {"graph_copy", "graph_key", "progress", "triton_environment"}  # parts of backend, fuse
+        | {"graph_copy", "graph_key", "graph_bytes", "progress", "triton_environment"}
+        | {"inductor", "kernel_facts", "register_limit"}
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
         | {"fold_transpose", "compare", "example_values"}
@@ -38,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "templates"}),
     frozenset({"search"}),
     frozenset(
-        {"inductor", "kernel_facts", "register_limit", "dump", "dump_text", "explanation", "report"}
+        {"dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
         | {"fuse", "fusion_result", "record_fusion", "verdict", "plan_fit", "rank_plan"}
         | {"improve", "forms"}

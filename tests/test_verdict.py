@@ -57,11 +57,11 @@ def bench(monkeypatch):
     return bench
 
 
-def decide(bench, seconds=60.0, store=None, device=CPU, ahead=None, **options):
+def decide(bench, seconds=60.0, store=None, device=CPU, ahead=None, workers=None, **options):
     opts = StofOptions(**options)
     budget = bench.budget(seconds)
     inputs, forms = (torch.zeros(()),), bench.forms()
-    return fastest_form(forms, inputs, device, opts, store, "a graph", budget, ahead)
+    return fastest_form(forms, inputs, device, opts, store, "a graph", budget, ahead, workers)
 
 
 def test_the_fastest_form_wins_and_is_not_compiled_again(bench):
@@ -196,3 +196,36 @@ def test_a_form_compiled_ahead_is_timed_as_it_is(bench):
     found = decide(bench, ahead=CompiledAhead(NAMES[1], None, 5.0))
     assert bench.events == ["fused", "attention only"]
     assert set(found.verdict.times_us) == {"fused", "attention only"}
+
+
+class Elsewhere:
+    """Processes that compile the forms named, and how each wait for one ends."""
+
+    def __init__(self, bench, *ends):
+        self.bench, self.ends = bench, dict(zip(NAMES[1:], ends, strict=False))
+
+    def has(self, name):
+        return name in self.ends
+
+    def wait(self, name, budget):
+        self.bench.events.append(f"waited for {name}" + (", in time" if budget else ""))
+        return self.ends[name]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_what_other_processes_compiled_is_taken_without_time_too(bench, seconds):
+    workers = Elsewhere(bench, True, True)
+    found = decide(bench, seconds=seconds, workers=workers)
+    assert bench.events == [
+        "fused", f"waited for {NAMES[1]}", NAMES[1], "waited for attention only, in time", NAMES[2],
+    ]  # fmt: skip
+    assert set(found.verdict.times_us) == set(NAMES) and not found.verdict.unfinished_s
+
+
+def test_the_graph_of_torch_compile_takes_part_whatever_becomes_of_the_process(bench):
+    workers = Elsewhere(bench, False, False)
+    found = decide(bench, seconds=0.0, workers=workers, tune_budget_s=7)
+    assert set(found.verdict.times_us) == set(NAMES[:2]) and found.verdict.unfinished_s == 7
+    bench.events.clear()
+    decide(bench, workers=Elsewhere(bench), seconds=5.0)  # none was sent: the budget holds
+    assert bench.events == ["fused", NAMES[1]]

@@ -14,7 +14,7 @@ from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks import MaskSpec, cached_block_mask
-from stof_compile.ops import first_gpu_config
+from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_fp8 import attend_rounded, refusal_on, round_operands
 
 KERNEL = "block"  # the only one with an e4m3 form

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import stof_compile.ops
-import stof_compile.ops_cpu  # registers stof::attention_cpu
+import stof_compile.ops_cpu  # noqa: F401 (both register operators)
 from stof_compile import masks
 from stof_compile.attention.call import (
     SPARSE_OPERATORS,
@@ -32,6 +32,7 @@ from stof_compile.attention.trace_rule import exporting, trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 from stof_compile.ops_block import wants_kernel_gradients
+from stof_compile.ops_first_config import first_gpu_config
 
 KERNELS = ("row", "block", "gather", "flex", "sdpa")
 KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "gather", "sdpa")}
@@ -302,7 +303,7 @@ def _first_config(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tupl
     if forced == "sdpa":
         return (64, 64)
     kernel = forced or ("row" if q.shape[2] == 1 else "block")
-    return stof_compile.ops.first_gpu_config(kernel, q, v.shape[3], plain)
+    return first_gpu_config(kernel, q, v.shape[3], plain)
 
 
 def _refuse_flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, return_lse: bool) -> None:

@@ -11,6 +11,7 @@ AttentionInterface, as most models do. Where one does not, ``set_attn_implementa
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks import MaskSpec
 from stof_compile.masks.rules import Band, Dense
 
+logger = logging.getLogger("stof_compile")
+
 # Keywords that models hand through and that do not change attention; others are refused if set.
 HARMLESS = (
     *("cache_position", "layer_idx", "num_items_in_batch", "output_hidden_states"),
@@ -39,8 +42,16 @@ NEXT_STEP = {
     "dropout": "set the attention dropout in the config to 0, or call model.eval()",
     "is_causal": "the model's mask says otherwise; set model.config.is_causal instead",
     "output_attentions": "weights are never stored: set_attn_implementation('eager') has them",
+    "set_mask over keys of another sequence": (
+        "cross-attention has positions of its own; name the self-attention that is meant by a dict "
+        "from module paths"
+    ),
     "s_aux": "attention sinks change the softmax; take another attn_implementation",
 }
+# in names of attention over another sequence: BERT and GPT2, T5, BART, Pix2Struct, Kosmos2, SAM
+CROSS = ("cross", "encdec", "encoder_attn", "encoder_decoder", "x_attn", "token_to_image")
+WEIGHTS = frozenset({"softmax", "scaled_dot_product_attention"})  # functions that attention calls
+SHOWN = 4  # names in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +125,9 @@ def set_mask(model: modeling_utils.PreTrainedModel, mask: MaskLike | Mapping[str
                 f"set_mask: attention {name!r} of {kind} is set to {chosen!r}; call "
                 "model.set_attn_implementation('stof') first"
             )
-    # no attribute is common to all models: BERT and GPT2 say cross, T5 EncDec, BART encoder_attn
-    words = ("cross", "encdec", "encoder_attn")
     sites: list[Any] = [SimpleNamespace(name=n, path=tuple(n.split("."))) for n in attention]
     for site in sites:
-        site.cross = any(word in site.name.lower() for word in words)
+        site.cross = _is_cross(site.name, model, attention)
     for key in mask if isinstance(mask, Mapping) else ():
         if not any(path_matches(key, site.path) for site in sites):
             raise StofMaskError(
@@ -127,11 +136,53 @@ def set_mask(model: modeling_utils.PreTrainedModel, mask: MaskLike | Mapping[str
     found = resolve_masks(mask, sites, path_known=True, whole_model=True).by_site
     for name, module in attention.items():
         module.__dict__["_stof_mask"] = found.get(name)
+    apart = [] if mask is None or isinstance(mask, Mapping) else _out_of_reach(model, attention)
+    if apart:
+        more = f" and {len(apart) - SHOWN} more" if len(apart) > SHOWN else ""
+        logger.warning(
+            "set_mask: of %s these compute attention themselves and stay without the mask: %s%s. "
+            "Name the attention that is meant by a dict from module paths, or compile with "
+            "torch.compile(model, backend='stof', options={'mask': ...})",
+            kind, ", ".join(apart[:SHOWN]), more,
+        )  # fmt: skip
 
 
 def _attends(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _is_cross(name: str, model: nn.Module, attention: Mapping[str, nn.Module]) -> bool:
+    """Whether an attention reads another sequence: its name says so, its class, or that of a module
+    around it that has no other attention. No attribute is common to all models.
+    """
+    if any(word in name.lower() for word in CROSS):
+        return True
+    path = name.split(".")
+    for depth in range(len(path), 0, -1):
+        around = ".".join(path[:depth])
+        if sum(other == around or other.startswith(f"{around}.") for other in attention) > 1:
+            return False
+        if "cross" in type(model.get_submodule(around)).__name__.lower():
+            return True
+    return False
+
+
+def _out_of_reach(model: nn.Module, attention: Mapping[str, nn.Module]) -> list[str]:
+    """Names of modules that compute attention without asking transformers for a function."""
+    ours = set(attention.values())
+    held = {inner for module in ours for inner in module.modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if module not in held and "attention" in type(module).__name__.lower()
+        and _computes_weights(type(module)) and ours.isdisjoint(module.modules())
+    ]  # fmt: skip
+
+
+def _computes_weights(kind: type[nn.Module]) -> bool:
+    functions = [inspect.unwrap(f) for f in vars(kind).values() if inspect.isfunction(f)]
+    return any(WEIGHTS.intersection(f.__code__.co_names) for f in functions)
 
 
 def attend(
@@ -265,6 +316,8 @@ def _with_user_mask(
         return rule, held.rows
     if held.first is None:
         _refuse(module, "set_mask where a mask leaves the query offset open", user)
+    if isinstance(held.rule, Dense) and held.q_len > 1 and _has_other_keys(held):
+        _refuse(module, "set_mask over keys of another sequence", user)
     if not isinstance(held.first, Tensor) and held.first == 0 and held.dropped == 0:
         if rule is not None:
             user = rule & user if torch.compiler.is_compiling() else _both(rule, user)
@@ -284,6 +337,14 @@ def _with_user_mask(
     rows = bound.keep(b, h, positions[:, None], torch.arange(begin, end, device=place))
     rows = rows[(None,) * (4 - rows.dim())]  # a rule that reads no batch row has fewer dimensions
     return rule, rows if held.rows is None else rows & held.rows
+
+
+def _has_other_keys(held: LayerMask) -> bool:
+    """Whether a mask that keeps all keys cannot be that of self-attention: only decoders have a
+    cache, and theirs is causal.
+    """
+    alone = not isinstance(held.first, Tensor) and held.first == 0 and held.dropped == 0
+    return alone and held.q_len != held.k_len
 
 
 # one object for equal rules of model and user: its key, which reads their tensors, is made once

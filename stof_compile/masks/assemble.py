@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 from stof_compile.masks.bands import BandRule
-from stof_compile.masks.spec import FULL, MaskSpec
+from stof_compile.masks.spec import FULL, MaskSpec, PlaneShape
 from stof_compile.masks.tiles import Grid, TileList, list_tiles
 
 
@@ -89,7 +90,7 @@ def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
     """
     found = []
     for what, planes, size in zip(
-        ("batch", "head"), spec.plane_shape(), (batch, heads), strict=True
+        ("batch", "head"), _plane_shape(spec), (batch, heads), strict=True
     ):
         if planes not in (1, None, size):
             raise StofMaskError(
@@ -97,6 +98,11 @@ def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
             )
         found.append(max(size, 1) if planes is None else planes)
     return found[0], found[1]
+
+
+@lru_cache(maxsize=64)  # asked for at every call of sparse attention
+def _plane_shape(spec: MaskSpec) -> PlaneShape:
+    return spec.plane_shape()
 
 
 def _groups(

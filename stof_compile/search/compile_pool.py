@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +24,7 @@ from queue import PriorityQueue
 from typing import IO, Any
 
 from stof_compile.fusion.recipe import Recipe
+from stof_compile.graph_bytes import TorchModes
 from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger("stof_compile")
@@ -51,7 +53,7 @@ class Job:
     @property
     def turn(self) -> int:
         """Whose turn it is, the lowest first: what Inductor makes of a segment is timed first."""
-        return 1 if self.inductor else 2
+        return 2 if self.inductor else 3
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,31 @@ class AttentionJob:
     config: tuple[int, ...]
     device: str
     environment: TritonEnvironment
-    turn = 0  # attention is chosen before products
+    turn = 1  # attention is chosen before products
+
+
+@dataclass(frozen=True)
+class FormJob:
+    """A whole graph to compile, as Inductor is asked for it afterwards.
+
+    Args:
+        template: its name, for the log. form: ``graph_bytes.to_bytes`` of it. settings: that
+            Inductor is called with, pickled. inductor, device, environment: as in :class:`Job`.
+        modes: of torch, in the process that asks.
+    """
+
+    template: str
+    form: bytes
+    settings: bytes
+    inductor: bytes
+    device: str
+    environment: TritonEnvironment
+    modes: TorchModes
+    config = ()
+    turn = 0  # it takes longer than any candidate
+
+
+AnyJob = Job | AttentionJob | FormJob
 
 
 class CompilePool:
@@ -110,7 +136,7 @@ class CompilePool:
         self._threads.append(thread)
         thread.start()
 
-    def submit(self, job: Job | AttentionJob) -> Future[str]:
+    def submit(self, job: AnyJob) -> Future[str]:
         """Queue a job; its result is "" or why it failed. Cancelled futures are skipped.
 
         Jobs with a lower ``turn`` go before others that wait.
@@ -119,12 +145,20 @@ class CompilePool:
         self._jobs.put((job.turn, next(self._numbers), (job, future)))
         return future
 
-    def hurry(self, job: Job | AttentionJob, future: Future[str]) -> None:
+    def hurry(self, job: AnyJob, future: Future[str]) -> None:
         """Let a job that was submitted and has not begun go before all others, also before those
         that were hurried earlier.
         """
         if not future.running() and not future.done():
             self._jobs.put((-1, -next(self._numbers), (job, future)))
+
+    def drop_all_but(self, wanted: Collection[Future[str]]) -> None:
+        """Cancel the jobs that wait, but for those of the futures given."""
+        with self._jobs.mutex:
+            waiting = [item for _, _, item in self._jobs.queue]
+        for _, future in filter(None, waiting):
+            if future not in wanted:
+                future.cancel()
 
     @property
     def alive(self) -> bool:
@@ -203,7 +237,7 @@ def _last_words(said: IO[bytes]) -> str:
     return " | ".join(said.read().decode(errors="replace").split("\n")).strip(" |")
 
 
-_Item = tuple[Job | AttentionJob, "Future[str]"] | None
+_Item = tuple[AnyJob, "Future[str]"] | None
 
 
 def start_pool() -> CompilePool | None:

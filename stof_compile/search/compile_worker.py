@@ -13,12 +13,15 @@ from typing import Any, BinaryIO
 
 import torch
 import torch._inductor.config
+from torch._guards import TracingContext, tracing
 
 import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401 (operators of attention register where they are imported)
 from stof_compile.attention.trial import compile_candidate
+from stof_compile.graph_bytes import from_bytes
+from stof_compile.inductor import compile_with_settings
 from stof_compile.search.candidate import LIBRARY
-from stof_compile.search.compile_pool import AttentionJob, Job
+from stof_compile.search.compile_pool import AnyJob, AttentionJob, FormJob, Job
 from stof_compile.search.library import library_call
 from stof_compile.search.trial import is_device_fault
 from stof_compile.templates import TEMPLATES
@@ -40,7 +43,7 @@ def main() -> None:
         _answer(answers, run(job))
 
 
-def run(job: Job | AttentionJob) -> str:
+def run(job: AnyJob) -> str:
     """Compile one candidate; returns "" or why it failed."""
     try:
         device = torch.device(job.device)
@@ -49,6 +52,8 @@ def run(job: Job | AttentionJob) -> str:
         job.environment.take()
         if isinstance(job, AttentionJob):
             compile_candidate(pickle.loads(job.problem), job.template, job.config)
+        elif isinstance(job, FormJob):
+            _compile_form(job)
         else:
             _compile_segment(job, device)
     except Exception as failure:  # told to the pool: the candidate is compiled where it is timed
@@ -59,6 +64,13 @@ def run(job: Job | AttentionJob) -> str:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the process that times needs the memory
     return ""
+
+
+def _compile_form(job: FormJob) -> None:
+    gm, inputs, mode = from_bytes(job.form)
+    torch._inductor.config.load_config(pickle.loads(job.inductor))
+    with job.modes.on(), tracing(TracingContext(mode)):
+        compile_with_settings(gm, inputs, pickle.loads(job.settings), trains=False)
 
 
 def _compile_segment(job: Job, device: torch.device) -> None:

@@ -163,3 +163,132 @@ def test_most_of_a_long_compile_is_given_back(compiles, fresh_dynamo, tmp_path, 
     ((left, form_s),) = lefts
     assert left == pytest.approx(45.0) and form_s == pytest.approx(40.0)
     assert compiles == ["ahead", "timed", "timed"]
+
+
+class FakeWorkers:
+    """Processes that have compiled what they were sent, at once or never."""
+
+    def __init__(self, compiled, takes_s=20.0, fails=False, busy=False):
+        self.compiled, self.takes_s, self.fails, self.busy = compiled, takes_s, fails, busy
+        self.sent, self.closed = {}, False
+
+    def send(self, name, gm, inputs, settings):
+        self.sent[name] = gm
+        self.compiled.append(f"sent: {name}")
+        return True
+
+    def has(self, name):
+        return name in self.sent
+
+    def failed(self, name):
+        return self.has(name) and self.fails
+
+    def seconds(self, name):
+        return 0.0 if self.fails or not self.has(name) else self.takes_s
+
+    def wait(self, name, budget):
+        self.compiled.append(f"waited: {name}")
+        return not self.fails
+
+    def keep_only_these(self):
+        self.compiled.append("others dropped")
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def workers(compiles, monkeypatch):
+    """Gives a function that makes the workers of the next compile."""
+
+    def use(**how):
+        made = FakeWorkers(compiles, **how)
+        monkeypatch.setattr(Fusion, "form_workers", lambda self: made)
+        return made
+
+    return use
+
+
+@pytest.fixture
+def gather(monkeypatch):
+    every = select._candidates
+    monkeypatch.setattr(
+        select, "_candidates", lambda problem: [c for c in every(problem) if c[0] != "sdpa"]
+    )
+
+
+def test_other_processes_compile_the_forms(
+    compiles, workers, gather, fresh_dynamo, tmp_path, monkeypatch
+):
+    made, told = workers(), []
+    search = Fusion.run
+    monkeypatch.setattr(
+        Fusion, "run", lambda self, form_s=0.0: told.append(form_s) or search(self, form_s)
+    )
+    model, x = Packable().eval(), torch.randn(1, 1024, 64)
+    out, record = run(model, x, tmp_path)
+    assert compiles == [
+        f"sent: {AS_TORCH}", "sent: attention only", "search", "timed",
+        f"waited: {AS_TORCH}", "timed", "waited: attention only", "timed",
+    ]  # fmt: skip
+    assert told == [pytest.approx(forms.LOADING_SHARE * 20.0)]
+    assert record.graphs[0].timings_s["form ahead"] > 0 and not made.closed
+    targets = [[node.target for node in gm.graph.nodes] for gm in made.sent.values()]
+    sdpa = nn.functional.scaled_dot_product_attention
+    assert [sdpa in found for found in targets] == [True, False]
+    assert any(AS_TORCH in note for note in record.notes if note.startswith("whole graph"))
+    plain, _ = run(model, x, tmp_path, fusion="off", attention="sdpa")
+    assert_close(out, plain.double(), torch.float32)
+
+
+def test_where_sdpa_is_chosen_one_form_is_sent(compiles, workers, fresh_dynamo, tmp_path):
+    workers()
+    run(Packable().eval(), torch.randn(1, 16, 64), tmp_path, attention="auto")
+    sent = [event for event in compiles if event.startswith("sent")]
+    assert sent[0] == f"sent: {AS_TORCH}"
+
+
+def test_a_form_that_could_not_be_compiled_there_is_compiled_here_before_the_search(
+    compiles, workers, gather, fresh_dynamo, tmp_path
+):
+    workers(fails=True)
+    run(Packable().eval(), torch.randn(1, 1024, 64), tmp_path)
+    assert compiles == [
+        f"sent: {AS_TORCH}", "sent: attention only", "ahead", "search", "timed", "timed",
+    ]  # fmt: skip
+
+
+def test_workers_that_are_busy_are_kept_until_the_forms_are_compared(
+    compiles, workers, gather, fresh_dynamo, tmp_path
+):
+    made = workers(busy=True)
+    run(Packable().eval(), torch.randn(1, 1024, 64), tmp_path)
+    assert compiles.index("others dropped") == compiles.index("search") + 1
+    assert made.closed
+
+
+def test_they_end_where_the_comparison_fails(
+    compiles, workers, gather, fresh_dynamo, tmp_path, monkeypatch
+):
+    made = workers(busy=True)
+
+    def fail(*given):
+        raise RuntimeError("no comparison")
+
+    monkeypatch.setattr(forms, "fastest_form", fail)
+    with pytest.raises(Exception, match="no comparison"):
+        run(Packable().eval(), torch.randn(1, 1024, 64), tmp_path)
+    assert made.closed
+
+
+def test_interrupting_while_a_form_is_made_keeps_the_graph(
+    compiles, workers, gather, fresh_dynamo, tmp_path, monkeypatch
+):
+    workers()
+
+    def interrupt(self, attention, choices):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forms.Forms, "_made", interrupt)
+    out, _ = run(Packable().eval(), torch.randn(1, 1024, 64), tmp_path)
+    assert out.isfinite().all() and "ahead" not in compiles

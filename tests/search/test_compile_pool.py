@@ -9,36 +9,14 @@ import time
 import pytest
 import torch
 from torch import _inductor as inductor
+from worker_echo import ECHO, RECIPE, SPEC, job
 
-from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
+from stof_compile.fusion.recipe import Recipe, Ref, Step
 from stof_compile.measure import real_tensors
 from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import CompilePool, Job
 from stof_compile.search.library import inductor_settings, library_call, needs_compiling
 from stof_compile.triton_environment import TritonEnvironment
-
-ECHO = """
-import pickle, sys, time
-pickle.dump("ready", sys.stdout.buffer); sys.stdout.buffer.flush()
-while True:
-    try:
-        job = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        break
-    if job.template == "dies":
-        sys.exit("it was too much")
-    if job.template == "slow":
-        time.sleep(0.5)
-    known = job.template in ("fits", "slow")
-    pickle.dump("" if known else f"no template {job.template}", sys.stdout.buffer)
-    sys.stdout.buffer.flush()
-"""
-SPEC = TensorSpec((4, 4), (4, 1), torch.float32, "cpu")
-RECIPE = Recipe((SPEC,), (Step("exp", (Ref("operand", 0),), (4, 4), torch.float32),))
-
-
-def job(template):
-    return Job(RECIPE, template, (("warps", 4),), "cpu", TritonEnvironment(()))
 
 
 @pytest.fixture
