@@ -204,14 +204,16 @@ def to_bytes(gm: GraphModule, inputs: Sequence[Any]) -> bytes:
     meta = {name: gm.meta[name] for name in GRAPH_META if name in gm.meta}
     held = {name: getattr(gm, name) for name in DYNAMO_ATTRIBUTES[:1] if hasattr(gm, name)}
     try:
-        return pickle.dumps(_GraphData(nodes, buffers, values, meta, held))
-    except Exception as failure:  # a source may hold anything
+        data = pickle.dumps(_GraphData(nodes, buffers, values, meta, held))
+    except Exception as failure:  # a source may hold anything, the key of a dict for instance
         raise UnfitGraphError(f"it cannot be pickled: {failure!r}") from failure
+    _Reader(io.BytesIO(data)).load()
+    return data
 
 
 def from_bytes(data: bytes) -> tuple[GraphModule, list[Any], FakeTensorMode]:
     """Read what :func:`to_bytes` wrote: the graph, fake inputs, and their mode."""
-    read: _GraphData = pickle.load(io.BytesIO(data))
+    read: _GraphData = _Reader(io.BytesIO(data)).load()
     # as Dynamo's, which has one for constant sizes as well
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     root = torch.nn.Module()
@@ -245,6 +247,15 @@ def from_bytes(data: bytes) -> tuple[GraphModule, list[Any], FakeTensorMode]:
     for name, value in read.attributes.items():
         setattr(gm, name, value)
     return gm, inputs, mode
+
+
+class _Reader(pickle.Unpickler):
+    """Reads nothing that would import the user's modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] not in (*MODULES, "stof_compile", "collections"):
+            raise UnfitGraphError(f"it refers to {module}.{name}")
+        return super().find_class(module, name)
 
 
 def _packed_type(node: Node) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -60,8 +61,9 @@ class Verdict:
     launched_us: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        times = _in_words(self.times_us) or "not compared, the time budget was spent"
-        return f"whole graph: {times}; kept: {self.winner} ({self.source})"
+        if not self.times_us:
+            return f"whole graph: not compared, the time budget was spent; kept: {self.winner}"
+        return f"whole graph: {_in_words(self.times_us)}; kept: {self.winner} ({self.source})"
 
     @property
     def remark(self) -> str:
@@ -187,6 +189,7 @@ def _compile(
         if number and not _has_time(name, budget, ahead, workers):
             logger.info("%s is not timed: the time budget was spent", name)
             return False
+        started = time.monotonic()
         try:
             compiled[name] = compile_for_timing(make(), inputs, opts)
         except Exception as failure:  # a form that fails is out; the next one may be the answer
@@ -195,6 +198,9 @@ def _compile(
             logger.warning("%s could not be compiled for timing: %r", name, failure)
         if not number:
             budget = replace(budget, seconds=left)
+        elif workers is not None and workers.has(name):
+            took = workers.seconds(name), time.monotonic() - started
+            logger.debug("%s took another process %.1f s, and this one %.1f s", name, *took)
     return True
 
 

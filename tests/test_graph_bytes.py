@@ -126,6 +126,14 @@ def test_what_needs_the_users_program_is_refused(gm, inputs, reason):
         to_bytes(gm, inputs)
 
 
+def test_sources_that_name_the_users_classes_are_refused():
+    """As the key of a dict can: reading it would import a module of the user's, maybe a script."""
+    gm = with_call(torch.neg)
+    next(iter(gm.graph.nodes))._dynamo_source = Kind.ONE
+    with pytest.raises(UnfitGraphError, match=r"it refers to .*Kind"):
+        to_bytes(gm, [torch.ones(2)])
+
+
 def test_symbolic_sizes_are_refused(fresh_dynamo):
     gm, inputs = captured(lambda x: x * x.shape[0], torch.randn(5, 4), dynamic=True)
     with pytest.raises(UnfitGraphError, match=r"SymInt|symbolic"):

@@ -211,6 +211,9 @@ class Elsewhere:
         self.bench.events.append(f"waited for {name}" + (", in time" if budget else ""))
         return self.ends[name]
 
+    def seconds(self, name):
+        return 1.0
+
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_what_other_processes_compiled_is_taken_without_time_too(bench, seconds):
