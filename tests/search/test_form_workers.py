@@ -126,22 +126,20 @@ class Block(nn.Module):
 
 @pytest.fixture
 def own_modes():
-    """Modes that are none of the defaults, as set by the older of torch's two ways."""
+    """Modes and settings that are none of the defaults."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    with inductor.config.patch({"cpp.simdlen": 1}):
+        yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("own", [{}, {"cpp.simdlen": 1}], ids=["default", "own settings"])
 def test_what_a_worker_compiled_is_in_inductors_cache_here(
-    own, tmp_path, monkeypatch, fresh_dynamo, request
+    own_modes, tmp_path, monkeypatch, fresh_dynamo
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    if own:
-        request.getfixturevalue("own_modes")
     model, x, found = Block().eval(), torch.randn(2, 8, 16), []
 
     def backend(gm, inputs):
@@ -153,13 +151,12 @@ def test_what_a_worker_compiled_is_in_inductors_cache_here(
         finally:
             pool.close()
         counters.clear()
-        compiled = compile_with_settings(
-            copy_graph(gm), inputs, {"epilogue_fusion": True}, trains=False
-        )
+        settings = {"epilogue_fusion": True}
+        compiled = compile_with_settings(copy_graph(gm), inputs, settings, trains=False)
         found.append(dict(counters["inductor"]))
         return compiled
 
-    with torch.no_grad(), inductor.config.patch(own):
+    with torch.no_grad():
         out = torch.compile(model, backend=backend)(x)
         torch.testing.assert_close(out, model(x), atol=1e-5, rtol=1e-5)
     assert found[0].get("fxgraph_cache_hit") == 1 and not found[0].get("fxgraph_cache_miss")
