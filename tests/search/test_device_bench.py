@@ -143,7 +143,7 @@ def test_what_inductor_makes_of_a_segment_is_sent_and_not_waited_for_in_the_queu
     bench.prepare(product, [bench.candidates(product)[0]])
     assert [job.template for job in jobs] == [LIBRARY, "triton_linear"]
     assert [bool(job.inductor) for job in jobs] == [True, False]
-    assert [job.turn for job in jobs] == [1, 2]
+    assert jobs[0].turn < jobs[1].turn
     assert bench.workers.wait(recipe, library, bench.budget)  # it waits for its turn: compiled here
     assert futures[0].cancelled()
 
