@@ -21,6 +21,7 @@ from stof_compile.attention.match import match_attention
 from stof_compile.attention.regions import region_near_misses
 from stof_compile.attention.resolve import ResolvedMasks, resolve_masks
 from stof_compile.attention.select import send_ahead
+from stof_compile.attention.settle import settle_sizes
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.budget import Budget
 from stof_compile.capture import CaptureFacts
@@ -144,8 +145,9 @@ def _rewrite(
     record, made = before.record, before.plan
     normalize(gm, facts)
     record.graphs["normalized"] = graph_text(gm)
-    sites, near_misses = match_attention(gm, facts)
-    near_misses += region_near_misses(gm, facts)
+    sites, near_misses = _attention_of(gm, facts)
+    if opts.mask is not None and settle_sizes([*sites, *near_misses]):
+        sites, near_misses = _attention_of(gm, facts)
     places: list[AttentionSite | NearMiss] = [*sites, *near_misses]
     resolved = resolve_masks(
         opts.mask, places, path_known=facts.path_known, whole_model=facts.whole_model
@@ -195,6 +197,13 @@ def _rewrite(
     if fusion is not None:
         made = replace(made, chains=fusion.chains, packs=fusion.packs)
     return Outcome(record, made, gm, frozenset(folded), fusion)
+
+
+def _attention_of(
+    gm: torch.fx.GraphModule, facts: CaptureFacts
+) -> tuple[list[AttentionSite], list[NearMiss]]:
+    sites, near_misses = match_attention(gm, facts)
+    return sites, near_misses + region_near_misses(gm, facts)
 
 
 def _send_attention(

@@ -177,6 +177,20 @@ def same_size(a: Any, b: Any) -> bool:
     return False
 
 
+def guarded_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal, symbolic ones by their present values.
+
+    The answer becomes a guard of the graph, either way: a call for which it is another one compiles
+    anew. Sizes without a value (of data) are not equal.
+    """
+    if same_size(a, b):
+        return True
+    symbols = [n for n in (a, b) if isinstance(n, torch.SymInt)]
+    if not symbols or not all(n.node.has_hint() for n in symbols):
+        return False
+    return bool(a == b)
+
+
 def hint(size: int | torch.SymInt) -> int:
     """Return a size as a number; a symbol gives its present value, without a guard on it.
 

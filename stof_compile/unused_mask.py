@@ -59,15 +59,43 @@ def refuse_lost_mask(
     opts: StofOptions,
     record: Record,
 ) -> None:
-    """Say it when one mask was given for all attention and none of this graph's takes it."""
-    if opts.mask is None or isinstance(opts.mask, Mapping) or not places or resolved.by_site:
+    """Say it where attention that should have a mask of the options does not take it.
+
+    That is attention of which the graph does not show whether it is cross-attention, and all there
+    is of a graph where one mask was given for all.
+
+    Raises:
+        StofMaskError: ``strict``.
+    """
+    if opts.mask is None:
         return
-    message = (
-        "the mask of the options was put into no attention of this graph: "
-        f"{', '.join(place.name for place in places[:4])} reads keys of another sequence than its "
-        "queries (cross-attention); name it by path, or call sparse_attention"
-    )
+    left = [place for place in places if place.name not in resolved.by_site]
+    untold = [p for p in left if not p.cross_known and _is_meant(opts.mask, p)]
+    if untold:
+        message = (
+            f"the mask of the options is not put into {_names(untold)}: queries and keys come into "
+            "this graph with different lengths, so that it does not show whether they are one "
+            "sequence; compute both in one graph, call sparse_attention, or name it by path "
+            "(queries and keys then count from 0 each)"
+        )
+    elif left and not resolved.by_site and not isinstance(opts.mask, Mapping):
+        message = (
+            "the mask of the options was put into no attention of this graph: "
+            f"{_names(left)} reads keys of another sequence than its queries (cross-attention); "
+            "name it by path, or call sparse_attention"
+        )
+    else:
+        return
     if opts.strict:
         raise StofMaskError(message + " (strict=True)")
     record.notes.append(message)
     warning_once(logger, message)
+
+
+def _is_meant(mask: object, place: AttentionSite | NearMiss) -> bool:
+    """Whether the option means a place, were it self-attention."""
+    return not isinstance(mask, Mapping) or any(path_matches(key, place.path) for key in mask)
+
+
+def _names(places: Sequence[AttentionSite | NearMiss]) -> str:
+    return ", ".join(place.name for place in places[:4])

@@ -19,7 +19,13 @@ from torch.fx import GraphModule, Node
 from stof_compile.attention.match_sdpa import sdpa_site
 from stof_compile.attention.match_softmax import softmax_site
 from stof_compile.attention.mismatch import Mismatch
-from stof_compile.attention.origin import UNTOLD, QueryOffset, query_offset, sequence_relation
+from stof_compile.attention.origin import (
+    UNTOLD,
+    QueryOffset,
+    Relation,
+    query_offset,
+    sequence_relation,
+)
 from stof_compile.attention.replaceable import Writes
 from stof_compile.attention.scores import Scores, read_scores
 from stof_compile.attention.site import AttentionSite, Form, Found, NearMiss
@@ -53,30 +59,33 @@ def match_attention(
         taken[name] = count + 1
         name = f"{name}#{count}" if count else name
         if isinstance(found, Mismatch):
-            cross, offset = _miss_facts(gm, node, facts)
+            relation, offset = _miss_facts(gm, node, facts)
+            undecided = (*relation.undecided, *found.undecided)
             misses.append(
-                NearMiss(name, node, found.reason, path, source_line(node), cross, offset)
-            )
+                NearMiss(
+                    name, node, found.reason, path, source_line(node), relation.cross, offset,
+                    relation.known, undecided,
+                )
+            )  # fmt: skip
         else:
             sites.append(AttentionSite(name=name, path=path, source=source_line(node), **found))
     return sites, misses
 
 
-def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[bool, QueryOffset]:
+def _miss_facts(gm: GraphModule, node: Node, facts: CaptureFacts) -> tuple[Relation, QueryOffset]:
     """Whether a near miss is cross-attention, and where its queries stand."""
     q: Any = argument(node, 0, "query")
     k: Any = argument(node, 1, "key")
+    axis = -2
     if operation(node) == "softmax":
         scores = read_scores(node, facts.static, node)
         if not isinstance(scores, Scores):
-            return False, UNTOLD
-        q, k = scores.q, scores.k
-        if scores.k_transposed:
-            offset = query_offset(gm.graph, q, k, node, -1)
-            return sequence_relation(gm.graph, q, k, node).cross, offset
+            return Relation(cross=False), UNTOLD
+        q, k, axis = scores.q, scores.k, -1 if scores.k_transposed else -2
     if not (isinstance(q, Node) and isinstance(k, Node)):
-        return False, UNTOLD
-    return sequence_relation(gm.graph, q, k, node).cross, query_offset(gm.graph, q, k, node)
+        return Relation(cross=False), UNTOLD
+    offset = query_offset(gm.graph, q, k, node, axis)
+    return sequence_relation(gm.graph, q, k, node, axis), offset
 
 
 def _candidates(

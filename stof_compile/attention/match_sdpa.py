@@ -70,5 +70,6 @@ def sdpa_site(gm: GraphModule, node: Node, facts: CaptureFacts, writes: Writes) 
         "enable_gqa": gqa,
         "cross": relation.cross,
         "cross_known": relation.known,
+        "undecided": relation.undecided,
         "offset": query_offset(gm.graph, q, k_source, node),
     }

@@ -55,7 +55,8 @@ def softmax_site(
     if problem is not None:
         return problem
     single = scores.terms[0] if len(scores.terms) == 1 else None
-    relation = sequence_relation(gm.graph, q, k, output)
+    k_axis = -1 if scores.k_transposed else -2
+    relation = sequence_relation(gm.graph, q, k, output, k_axis)
     return {
         "form": "softmax",
         "output": output,
@@ -71,9 +72,10 @@ def softmax_site(
         "enable_gqa": gqa,
         "cross": relation.cross,
         "cross_known": relation.known,
+        "undecided": relation.undecided,
         "nodes": interior,
         "softmax": node,
-        "offset": query_offset(gm.graph, q, k, output, -1 if scores.k_transposed else -2),
+        "offset": query_offset(gm.graph, q, k, output, k_axis),
     }
 
 

@@ -6,14 +6,21 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from stof_compile.attention.origin import Sizes
 from stof_compile.node_ops import argument, raw_name
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why something that looks like attention is not taken."""
+    """Why something that looks like attention is not taken.
+
+    Args:
+        reason: in one sentence.
+        undecided: pairs of sizes that would have to be equal, and are not known to be.
+    """
 
     reason: str
+    undecided: Sizes = ()
 
 
 def described(node: Node) -> str:

@@ -6,7 +6,7 @@ Decides whether a site is cross-attention, and which absolute position its first
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -15,6 +15,7 @@ from stof_compile.memory import storage_base
 from stof_compile.node_ops import (
     VIEWS,
     argument,
+    hint,
     is_inplace,
     is_module_tensor,
     operation,
@@ -195,21 +196,32 @@ def _position_of(start: object) -> tuple[int | None, Node | None] | None:
     return (None, start) if isinstance(start, Node) else None
 
 
+Sizes = tuple[tuple[Any, Any], ...]
+"""Pairs of sizes that are equal or not, which decides something."""
+
+
 @dataclass(frozen=True)
 class Relation:
-    """Whether keys come from another sequence, and whether that could be told from the graph."""
+    """Whether keys come from another sequence, and whether that could be told from the graph.
+
+    Args:
+        cross: they do. known: told by where queries and keys come from, not by their lengths.
+        undecided: the lengths that decide, where their symbols do not show whether they are equal.
+    """
 
     cross: bool
     known: bool = True
+    undecided: Sizes = ()
 
 
-def sequence_relation(graph: Graph, q: Node, k: Node, reader: Node) -> Relation:
+def sequence_relation(graph: Graph, q: Node, k: Node, reader: Node, k_axis: int = -2) -> Relation:
     """Tell self-attention from cross-attention.
 
     Queries and keys are followed back to their projections and on through the residual stream.
     Self-attention shares a node there (also when the keys pass through a cache), cross-attention
-    shares none. A graph that was cut in front of the projections, as data-parallel training does,
-    does not show it: equal lengths are then taken for self-attention, and ``known`` is False.
+    shares none. A graph that was cut behind the projections, by a graph break or as data-parallel
+    training does, does not show it: as many new keys as queries are then taken for self-attention,
+    and ``known`` is False.
     """
     for deep in (False, True):
         q_stream, q_inputs = _stream(graph, q, reader, deep=deep)
@@ -223,8 +235,43 @@ def sequence_relation(graph: Graph, q: Node, k: Node, reader: Node) -> Relation:
             cross=True
         )  # keys that are an input beside projected queries: a cross cache
     q_shape, k_shape = shape_of(q), shape_of(k)
-    equal = q_shape is not None and k_shape is not None and same_size(q_shape[-2], k_shape[-2])
-    return Relation(cross=not equal, known=False)
+    if q_shape is None or k_shape is None:
+        return Relation(cross=True, known=False)
+    q_len, k_len = q_shape[-2], k_shape[k_axis]
+    lengths = (_new_length(graph, k, reader, k_len), k_len)
+    if any(same_size(q_len, length) for length in lengths):
+        return Relation(cross=False, known=False)
+    symbolic = [
+        n for n in lengths if isinstance(q_len, torch.SymInt) or isinstance(n, torch.SymInt)
+    ]
+    alike = [length for length in symbolic if _alike_now(q_len, length)]
+    undecided = tuple((q_len, length) for length in (alike or symbolic)[-1:])
+    return Relation(cross=True, known=False, undecided=undecided)
+
+
+def _alike_now(a: Any, b: Any) -> bool:
+    """Whether the present values of two sizes are equal."""
+    symbols = [n for n in (a, b) if isinstance(n, torch.SymInt)]
+    return all(n.node.has_hint() for n in symbols) and hint(a) == hint(b)
+
+
+def _new_length(graph: Graph, k: Node, reader: Node, k_len: Any) -> Any:
+    """How many keys belong to the queries of this call: those behind a growing cache, those that
+    are written into a preallocated one, else all."""
+    base = _memory(k)
+    if operation(base) == "cat":
+        parts, dim = argument(base, 0, "tensors"), argument(base, 1, "dim", 0)
+    else:
+        copies = [n for n in key_writes(graph, k, reader) if operation(n) == "index_copy"]
+        if not copies:
+            return k_len
+        base = copies[-1]
+        parts, dim = (argument(base, 3, "source"),), argument(base, 1, "dim")
+    whole, part = shape_of(base), shape_of(parts[-1]) if isinstance(parts, tuple | list) else None
+    if whole is None or part is None or not isinstance(dim, int):
+        return k_len
+    along_keys = same_size(whole[dim], k_len)
+    return part[dim] if along_keys else k_len
 
 
 def _was_cut(graph: Graph) -> bool:

@@ -38,6 +38,8 @@ def region_near_misses(gm: GraphModule, facts: CaptureFacts) -> list[NearMiss]:
                     place.source,
                     place.cross,
                     place.offset,
+                    place.cross_known,
+                    place.undecided,
                 )
             )
     return found

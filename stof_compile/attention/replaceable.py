@@ -38,10 +38,12 @@ def operand_problem(
         )
     (qb, qh, _, qd), ks, (vb, vh, v_len, _) = (tuple(m.shape) for m in metas[:3])  # type: ignore[union-attr]
     kb, kh, k_len, kd = (ks[0], ks[1], ks[3], ks[2]) if transposed else ks
+    fitting = ((qd, kd), (k_len, v_len), (kh, vh))
     if not (same_size(qb, kb) and same_size(qb, vb)):
-        return Mismatch(f"q, k and v have different batch sizes: {qb}, {kb}, {vb}")
-    if not (same_size(qd, kd) and same_size(k_len, v_len) and same_size(kh, vh)):
-        return Mismatch("shapes of q, k and v do not fit together")
+        reason = f"q, k and v have different batch sizes: {qb}, {kb}, {vb}"
+        return Mismatch(reason, ((qb, kb), (qb, vb), *fitting))
+    if not all(same_size(a, b) for a, b in fitting):
+        return Mismatch("shapes of q, k and v do not fit together", fitting)
     if not same_size(qh, kh) and not (isinstance(qh, int) and isinstance(kh, int) and qh % kh == 0):
         return Mismatch(f"{qh} query heads do not divide into {kh} key heads")
     return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.fx import Node
 
-from stof_compile.attention.origin import ENDS_WITH_KEYS, UNTOLD, QueryOffset
+from stof_compile.attention.origin import ENDS_WITH_KEYS, UNTOLD, QueryOffset, Sizes
 from stof_compile.attention.scores import Term
 
 Form = Literal["sdpa", "softmax", "flex", "stof"]
@@ -33,8 +33,8 @@ class AttentionSite:
             for none.
         enable_gqa: k and v have fewer heads than q.
         cross: keys come from another sequence; a guess from the lengths unless ``cross_known``.
-            offset: position of the query rows, for an added
-            mask.
+        undecided: pairs of sizes that decide about that, and are not known to be equal.
+        offset: position of the query rows, for an added mask.
         nodes: interior nodes, in order; they die with the output. softmax: the softmax of that
             form, else None.
         source: the user's source line.
@@ -57,6 +57,7 @@ class AttentionSite:
     enable_gqa: bool = False
     cross: bool = False
     cross_known: bool = True
+    undecided: Sizes = field(default=(), compare=False)  # symbols cannot be hashed
     offset: QueryOffset = ENDS_WITH_KEYS
     nodes: tuple[Node, ...] = ()
     softmax: Node | None = None
@@ -70,8 +71,8 @@ class NearMiss:
     Args:
         name, path, source: as for a site.
         node: the SDPA call, the softmax, or the fused module call. reason: why it is left.
-        cross: keys come from another sequence. offset: position of the query rows, for an added
-            mask.
+        cross, cross_known, undecided, offset: as for a site; ``undecided`` also sizes that would
+            have to be equal for a match.
     """
 
     name: str
@@ -81,3 +82,5 @@ class NearMiss:
     source: str = ""
     cross: bool = False
     offset: QueryOffset = UNTOLD
+    cross_known: bool = True
+    undecided: Sizes = field(default=(), compare=False)  # symbols cannot be hashed
