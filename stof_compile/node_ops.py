@@ -53,14 +53,6 @@ _INPLACE_ARGUMENT = {
     "elu": 2, "celu": 2, "leaky_relu": 2, "threshold": 3, "hardtanh": 3, "rrelu": 4, "dropout": 3,
     "alpha_dropout": 3, "feature_alpha_dropout": 3, "dropout1d": 3, "dropout2d": 3, "dropout3d": 3,
 }  # fmt: skip
-RANDOM = frozenset(
-    {
-        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like",
-        "bernoulli", "multinomial", "normal", "poisson", "uniform_", "normal_", "random_",
-        "exponential_", "bernoulli_", "empty", "empty_like", "new_empty", "empty_strided", "seed",
-        "manual_seed",
-    }
-)  # fmt: skip
 DROPOUTS = frozenset(
     {
         "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",

@@ -2,10 +2,9 @@
 text.
 
 A node is static when it depends only on constants, factory functions and buffers (never on user
-inputs,
-parameters, random numbers or memory the graph writes to). With symbolic shapes it may depend on
-sizes too; then
-it has no single value, but a text that computes it from the sizes.
+inputs, parameters, random numbers, operators of others or memory the graph writes to). With
+symbolic shapes it may depend on sizes too; then it has no single value, but a text that computes it
+from the sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.between import has_effects, region_states
 from stof_compile.memory import mutations, storage_base, written_arguments
-from stof_compile.node_ops import RANDOM, is_inplace, raw_name, tensor_meta
+from stof_compile.node_ops import is_inplace, raw_name, tensor_meta
+from stof_compile.repeatable import is_repeatable
 
 ELEMENT_CAP = (
     1 << 28
@@ -81,7 +81,8 @@ class StaticValues:
                 if waiting:
                     stack.extend(waiting)
                     continue
-                verdict = all(self._static[n] for n in current.all_input_nodes)
+                known = all(self._static[n] for n in current.all_input_nodes)
+                verdict = known and is_repeatable(current)
             self._static[current] = verdict
             stack.pop()
         return self._static[node]
@@ -94,11 +95,9 @@ class StaticValues:
         if node.op not in ("call_function", "call_method"):
             return False
         name = raw_name(node)
-        if not name or name in RANDOM or is_inplace(node) or self.is_written(node):
+        if not name or is_inplace(node) or self.is_written(node):
             return False
-        if name == "dropout" or name.startswith("_enter") or name.startswith("_exit"):
-            return False
-        return None
+        return False if name.startswith(("_enter", "_exit")) else None
 
     @cached_property
     def is_eventful(self) -> bool:

@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "memory",
             "new_tensors",
             "node_ops",
+            "repeatable",
             "static_values",
         }  # parts of normalize, capture
         | {"graph_copy", "graph_key", "graph_bytes", "progress", "triton_environment"}

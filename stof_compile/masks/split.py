@@ -184,7 +184,9 @@ class _Assembly:
             ("batch", "heads", "queries", "keys", "batch x heads")[a]
             for a in sorted(axis for axis in along if axis is not None)
         )
-        self.reasons.append(f"'{leaf.node.name}' depends on the inputs and varies along {names}")
+        inputs = any(n.op == "placeholder" for n in self.facts.static.closure(leaf.node))
+        why = "depends on the inputs" if inputs else "is made anew at each call"
+        self.reasons.append(f"'{leaf.node.name}' {why} and varies along {names}")
         return "dynamic"
 
     # -- static ------------------------------------------------------------------------------------
