@@ -21,7 +21,7 @@ import stof_compile.ops
 import stof_compile.ops_cpu  # noqa: F401
 from stof_compile.attention.flex_ahead import begin_flex_kernels
 from stof_compile.budget import Budget
-from stof_compile.capture import CaptureFacts, read_capture
+from stof_compile.capture import CaptureFacts, RootPlace, read_capture
 from stof_compile.dump import write_dump
 from stof_compile.folded import FoldedBuffers
 from stof_compile.forms import Forms
@@ -72,12 +72,13 @@ def stof(
         logger.warning("operators are left to Inductor: %s", reason)
         record.notes.append(reason)
         plain = replace(opts, fusion="off", dump_dir=None)
-        compiled = _compile_again(captured, facts, example_inputs, plain, True)
+        compiled = _compile_again(captured, facts.place, example_inputs, plain, True)
     record.timings_s["inductor"] = time.monotonic() - started
     if opts.dump_dir is not None:
         _dump(outcome, opts.dump_dir)
     folded = FoldedBuffers(facts.inputs, outcome.folded, example_inputs)
-    return with_variants(compiled, partial(_compile_again, captured, facts), opts, record, folded)
+    again = partial(_compile_again, captured, facts.place)
+    return with_variants(compiled, again, opts, record, folded)
 
 
 def _dump(outcome: Outcome, dump_dir: Path) -> None:
@@ -117,7 +118,7 @@ def _decided_together(
 
     def again() -> tuple[torch.fx.GraphModule, CaptureFacts]:
         gm = copy_graph(captured)
-        return gm, facts_at_call(gm, inputs, facts, constant=True)
+        return gm, facts_at_call(gm, inputs, facts.place, constant=True)
 
     def decide() -> Decided:
         gm, here = again()
@@ -141,14 +142,14 @@ def _decided_together(
 
 def _compile_again(
     captured: torch.fx.GraphModule,
-    facts: CaptureFacts,
+    place: RootPlace,
     inputs: Sequence[Any],
     opts: StofOptions,
     constant: bool,
 ) -> Callable[..., Any]:
     """Compile the captured graph once more; not ``constant``: buffers are read at run time."""
     gm = copy_graph(captured)
-    here = facts_at_call(gm, inputs, facts, constant=constant)
+    here = facts_at_call(gm, inputs, place, constant=constant)
     return _finished(improve(gm, captured, here, opts), inputs, opts)
 
 

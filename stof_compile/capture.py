@@ -42,8 +42,26 @@ class InputFact:
 
 
 @dataclass(frozen=True)
+class RootPlace:
+    """Where a graph stands in the object being compiled: told by Dynamo's frames, later by nothing.
+
+    Args:
+        module_paths: id of a module -> its path in the compiled root module; empty when the root
+            is unknown.
+        path_known: site paths are relative to the compiled root module.
+        whole_model: no graph break: this graph is the whole call of the root.
+    """
+
+    module_paths: Mapping[int, tuple[str, ...]]
+    path_known: bool
+    whole_model: bool
+
+
+@dataclass(frozen=True)
 class CaptureFacts:
     """What the backend needs to know about a captured graph before it changes anything.
+
+    They hold the inputs: what lives as long as the compiled graph must not hold them.
 
     Args:
         inputs: placeholder name -> its facts, in order.
@@ -56,10 +74,7 @@ class CaptureFacts:
         has_symbolic_shapes: some size is symbolic.
         device: device of the computation (of the first floating-point input that is not on the
             CPU, else the CPU).
-        module_paths: id of a module -> its path in the compiled root module; empty when the root
-            is unknown.
-        path_known: site paths are relative to the compiled root module.
-        whole_model: no graph break: this graph is the whole call of the root.
+        place: where the graph stands in the compiled root.
         static: static nodes of the graph and their values.
     """
 
@@ -71,9 +86,7 @@ class CaptureFacts:
     inference_mode: bool
     has_symbolic_shapes: bool
     device: torch.device
-    module_paths: Mapping[int, tuple[str, ...]]
-    path_known: bool
-    whole_model: bool
+    place: RootPlace
     static: StaticValues
 
     def names(self, kind: InputKind) -> tuple[str, ...]:
@@ -124,9 +137,7 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         inference_mode=torch.is_inference_mode_enabled(),
         has_symbolic_shapes=any(_is_symbolic(node) for node in placeholders),
         device=_device(tensors.values()),
-        module_paths=paths,
-        path_known=known,
-        whole_model=at_root,
+        place=RootPlace(paths, known, at_root),
         static=StaticValues(gm.graph, buffers),
     )
 
@@ -161,7 +172,7 @@ def _device(tensors: Any) -> torch.device:
 
 def site_path(node: Node, facts: CaptureFacts) -> tuple[str, ...]:
     """Path of the innermost module of a node, relative to the compiled root where that is known."""
-    return path_of(node, facts.module_paths)
+    return path_of(node, facts.place.module_paths)
 
 
 # -- adding a tensor -------------------------------------------------------------------------------

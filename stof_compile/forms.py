@@ -236,7 +236,7 @@ class Forms:
     def _made(self, attention: str, choices: Mapping[str, AttentionPlan]) -> Outcome:
         """The graph with attention rewritten so, and its operators left to Inductor."""
         gm = copy_graph(self._captured)
-        here = facts_at_call(gm, self._inputs, self._facts, constant=True)
+        here = facts_at_call(gm, self._inputs, self._facts.place, constant=True)
         asked = replace(self._opts, fusion="off", strict=False, attention=attention)
         return improve(gm, self._captured, here, asked, self._budget, choices)
 

@@ -16,10 +16,15 @@ DYNAMO_ATTRIBUTES = (
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """Copy a graph with its meta; tensors and submodules are shared."""
+    """Copy a graph with its meta; tensors and submodules are shared.
+
+    A copy may live as long as the compiled graph, so it leaves out what Dynamo takes out of its own
+    graph at the end: references to the inputs of the call that was captured.
+    """
     graph, copies = torch.fx.Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(gm.graph, copies))
     for node, twin in copies.items():
+        twin.meta.pop("grapharg", None)  # weak ones, with which swap_tensors takes no tensor
         if hasattr(node, "_dynamo_source"):  # AOTAutograd wants to know where each input is from
             twin._dynamo_source = node._dynamo_source
     copied = _LazyGraphModule(gm, graph)  # as Dynamo's: writes its code when that is asked for

@@ -149,8 +149,9 @@ def _rewrite(
     if opts.mask is not None and settle_sizes([*sites, *near_misses]):
         sites, near_misses = _attention_of(gm, facts)
     places: list[AttentionSite | NearMiss] = [*sites, *near_misses]
+    root = facts.place
     resolved = resolve_masks(
-        opts.mask, places, path_known=facts.path_known, whole_model=facts.whole_model
+        opts.mask, places, path_known=root.path_known, whole_model=root.whole_model
     )
     record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
     warn_of_unmatched(resolved, facts)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch._dynamo.convert_frame import _clear_fake_mode_weakrefs
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stof_compile.kernel_facts import remembered_kernel_facts
 from stof_compile.options import StofOptions
@@ -56,6 +60,24 @@ def compile_with_settings(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    with remembered_kernel_facts(trains):
+    with remembered_kernel_facts(trains), _tracing(inputs):
         compiled = compile_fx(gm, list(inputs), config_patches=dict(settings) or None)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes
+
+
+@contextmanager
+def _tracing(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Where Dynamo does not trace, as at a call: the context that ``compile_fx`` would make.
+
+    What is compiled holds its fake mode, and that remembers real inputs by weak references, with
+    which ``torch.utils.swap_tensors`` takes no parameter. Dynamo removes those of its own modes.
+    """
+    if detect_fake_mode(list(example_inputs)) is not None:
+        yield
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with tracing(TracingContext(mode)):
+            yield
+    finally:
+        _clear_fake_mode_weakrefs(mode)

@@ -247,7 +247,7 @@ def is_cast(node: Node) -> bool:
 
 def source_text(node: Node) -> str:
     """Dynamo's source expression of a placeholder; the placeholder's target when it has none."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(node, "_dynamo_source", None)
     if source is None:
         return str(node.target)
     name = source.name

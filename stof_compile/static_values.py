@@ -23,7 +23,7 @@ from torch.fx.node import _get_qualified_name, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.between import has_effects, region_states
-from stof_compile.memory import mutations, storage_base, written_arguments
+from stof_compile.memory import mutations, storage_base, storages, written_arguments
 from stof_compile.node_ops import is_inplace, raw_name, tensor_meta
 from stof_compile.repeatable import is_repeatable
 
@@ -38,7 +38,7 @@ class StaticGraph:
 
     Args:
         text: Python source of ``value(s0, s1, ..., t0, t1, ...)``.
-        tensors: buffers it reads, bound to ``t0`` ...
+        tensors: copies of the buffers it reads, bound to ``t0`` ...
         symints: nodes of the sizes it reads, bound to ``s0`` ...
     """
 
@@ -174,9 +174,12 @@ class StaticValues:
         on.
 
         Runs outside of every fake, functional and inference mode; the result must not be written
-        to.
+        to. It never is a buffer itself or a view of one: masks made from it outlive the model.
         """
         self.folded.update(self.buffers_read(node))
+        return self._evaluated(node)
+
+    def _evaluated(self, node: Node) -> Any:
         if node in self._values:
             return self._values[node]
         order = self.closure(node)
@@ -188,8 +191,12 @@ class StaticValues:
                 for used in current.all_input_nodes:
                     if last_use.get(used) == i:
                         environment.pop(used, None)
-        self._values[node] = environment[node]
-        return environment[node]
+            value = environment[node]
+            held = storages([self.buffers[name] for name in self.buffers_read(node)])
+            if isinstance(value, Tensor) and held & storages(value):
+                value = value.clone()
+        self._values[node] = value
+        return value
 
     def _run(self, node: Node, environment: dict[Node, Any]) -> Any:
         if node.op == "placeholder":
@@ -239,7 +246,7 @@ class StaticValues:
             lines.append(f"    {names[current]} = {_call_text(current, names)}")
         lines.append(f"    return {names[node]}")
         return StaticGraph(
-            "\n".join(lines) + "\n", tuple(self.buffers[n.name] for n in held), tuple(sizes)
+            "\n".join(lines) + "\n", tuple(self._evaluated(n) for n in held), tuple(sizes)
         )
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("stof_compile")
 
 def warn_of_unmatched(resolved: ResolvedMasks, facts: CaptureFacts) -> None:
     """Warn once of a mask path no graph of a model in several graphs can match."""
-    modules = facts.module_paths.values()
+    modules = facts.place.module_paths.values()
     for key in resolved.unmatched:
         if not any(path_matches(key, path) for path in modules):
             warning_once(

@@ -11,7 +11,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
 from stof_compile.attention.functional import current_override
-from stof_compile.capture import CaptureFacts, read_capture
+from stof_compile.capture import CaptureFacts, RootPlace, read_capture
 from stof_compile.dump import Record
 from stof_compile.folded import FoldedBuffers
 from stof_compile.options import StofOptions
@@ -55,14 +55,9 @@ def with_variants(
 
 
 def facts_at_call(
-    gm: GraphModule, inputs: Sequence[Any], facts: CaptureFacts, *, constant: bool
+    gm: GraphModule, inputs: Sequence[Any], place: RootPlace, *, constant: bool
 ) -> CaptureFacts:
-    """Facts of a captured graph with the inputs of a call; ``facts`` are those of compile time."""
+    """Facts of a captured graph with the inputs of a call; ``place`` is that of compile time."""
     here = read_capture(gm, inputs)
-    return replace(  # what Dynamo's frames told at compile time is not to be seen at call time
-        here,
-        static=here.static if constant else StaticValues(gm.graph, {}),
-        module_paths=facts.module_paths,
-        path_known=facts.path_known,
-        whole_model=facts.whole_model,
-    )
+    static = here.static if constant else StaticValues(gm.graph, {})
+    return replace(here, static=static, place=place)

@@ -276,7 +276,8 @@ def _new_length(graph: Graph, k: Node, reader: Node, k_len: Any) -> Any:
 
 def _was_cut(graph: Graph) -> bool:
     """Whether the graph is a piece of a captured one: its inputs carry no source of Dynamo's."""
-    return not any("grapharg" in n.meta for n in graph.nodes if n.op == "placeholder")
+    inputs = graph.find_nodes(op="placeholder")
+    return all(getattr(node, "_dynamo_source", None) is None for node in inputs)
 
 
 def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> tuple[set[Node], set[Node]]:

@@ -69,7 +69,7 @@ def test_problems_ahead_are_those_that_are_chosen_for(rule, monkeypatch, fresh_d
         improve.normalize(gm, facts)
         sites, _ = improve.match_attention(gm, facts)
         resolved = improve.resolve_masks(
-            opts.mask, sites, path_known=facts.path_known, whole_model=facts.whole_model
+            opts.mask, sites, path_known=facts.place.path_known, whole_model=facts.place.whole_model
         )
         store = Store(tmp_path, "here")
         ctx = improve.LoweringContext(facts, opts, store, budget, None, {})

@@ -201,7 +201,7 @@ def test_names_behind_a_graph_break(record):
     assert [s.name for s in recording.sites()] == [
         f"encoder.layer.{i}.attention.self" for i in (0, 1)
     ]
-    assert all(g.facts.path_known and not g.facts.whole_model for g in recording)
+    assert all(g.facts.place.path_known and not g.facts.place.whole_model for g in recording)
 
 
 def test_a_block_compiled_alone_is_its_own_root(recorder):
@@ -211,7 +211,7 @@ def test_a_block_compiled_alone_is_its_own_root(recorder):
         model(**inputs)
     (site,) = recorder.sites()
     assert site.path == ("attention", "self")
-    assert recorder[0].facts.path_known
+    assert recorder[0].facts.place.path_known
 
 
 def test_a_function_around_a_model(record):
@@ -223,7 +223,7 @@ def test_a_function_around_a_model(record):
     with torch.no_grad():
         recording = record(run, inputs["input_ids"])
     assert recording.sites()[0].name == "encoder.layer.0.attention.self"
-    assert recording[0].facts.path_known and recording[0].facts.whole_model
+    assert recording[0].facts.place.path_known and recording[0].facts.place.whole_model
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])

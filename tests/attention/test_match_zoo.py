@@ -44,7 +44,7 @@ def test_case(case: ModelCase, recorder):
     if case.names:
         assert tuple(names) == case.names
     facts = recorder[0].facts
-    assert facts.path_known and facts.whole_model
+    assert facts.place.path_known and facts.place.whole_model
     modules = {name for name, _ in model.named_modules()}
     assert {".".join(site.path) for site in sites} <= modules
     for site, part in zip(sites, parts, strict=True):
