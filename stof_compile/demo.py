@@ -25,6 +25,7 @@ from stof_compile.dump import versions
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.explanation import Explanation, explain
 from stof_compile.measure import ErrorReport, Timing, check_close, time_in_turns
+from stof_compile.places import check_folder
 
 Forward = Callable[[], torch.Tensor]
 
@@ -78,9 +79,11 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
 
     Raises:
         StofOptionError: a setting is impossible here.
+        StofPlaceError: the dump cannot be written.
         StofUnsupportedError: transformers is missing.
     """
     device = _device(settings.device)
+    check_folder(settings.dump_dir, f"--dump-dir {settings.dump_dir}")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     with torch.no_grad():
         with _step(console, "loading model and text"), _quiet():

@@ -11,6 +11,19 @@ from stof_compile.plan import AttentionPlan, Candidate, ChainPlan, PackPlan
 if TYPE_CHECKING:
     from stof_compile.dump import Record, SiteRecord
 
+STEPS = {
+    "form ahead": "compiling a form to compare with",
+    "attention": "attention with its trials",
+    "measuring": "measuring operators",
+    "fusion": "searching besides",
+    "stof": "other passes",
+    "verdict": "comparing whole graphs",
+    "inductor": "Inductor",
+}
+"""Steps of a record's times, in words."""
+WITHIN = {"stof": ("form ahead", "attention", "fusion"), "fusion": ("measuring",)}
+"""Steps whose seconds count those of others."""
+
 
 def summary_of(record: Record) -> str:
     """One line per site, then decisions, misses and fallbacks."""
@@ -25,6 +38,23 @@ def summary_of(record: Record) -> str:
         if part:
             lines += ["", f"{title}:", *(f"  {line}" for line in part)]
     return "\n".join(lines) + "\n"
+
+
+def spent(timings_s: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The seconds of a compile in parts that add up.
+
+    Args:
+        timings_s: of a record, where some steps are within others: ``form ahead``, ``attention``
+            and ``fusion`` within ``stof``, ``measuring`` within ``fusion``.
+    Returns:
+        (part in words, seconds), in the order in which they ran; steps of no name as they are.
+    """
+    left = dict(timings_s)
+    for whole, within in WITHIN.items():
+        if whole in left:
+            left[whole] = max(0.0, left[whole] - sum(timings_s.get(step, 0.0) for step in within))
+    named = {step: left.pop(step) for step in STEPS if step in left}
+    return [(STEPS[step], seconds) for step, seconds in named.items()] + list(left.items())
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -48,8 +78,9 @@ def _head(record: Record) -> list[str]:
             "compiled model computes another function than the eager one)"
         )
     if record.timings_s:
-        steps = ", ".join(f"{step} {value:.2f} s" for step, value in record.timings_s.items())
-        lines.append(f"spent: {steps}")
+        parts = spent(record.timings_s)
+        steps = ", ".join(f"{step} {seconds:.2f} s" for step, seconds in parts)
+        lines.append(f"spent: {sum(s for _, s in parts):.2f} s: {steps}")
     return lines
 
 

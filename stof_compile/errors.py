@@ -29,6 +29,10 @@ class StofOptionError(StofError):
     """An option is unknown, has the wrong type or an impossible value."""
 
 
+class StofPlaceError(StofOptionError):
+    """A place that an option names cannot be written to here; another machine may have it."""
+
+
 class StofMaskError(StofError):
     """A mask does not fit the model or its lengths, or could not be applied exactly."""
 

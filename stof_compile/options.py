@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stof_compile.errors import StofOptionError
+from stof_compile.errors import StofOptionError, StofPlaceError
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ATTENTION_CHOICES = ("auto", "paper", "block", "row", "gather", "flex", "sdpa", "off")
@@ -264,7 +264,7 @@ def _check_writable(folder: Path, name: str) -> None:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is a file"
-        raise StofOptionError(
+        raise (StofPlaceError if there.is_dir() else StofOptionError)(
             f"option {name!r} must be a folder that can be written, or be made: {folder} cannot, "
             f"since {there} {why}; give another one"
         )

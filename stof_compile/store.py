@@ -8,25 +8,27 @@ never a result.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
 from stof_compile.device import DeviceFacts
+from stof_compile.places import NO_FILE
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +220,16 @@ def entries(root: Path) -> Iterator[Entry]:
         )
 
 
+def damaged_files(root: Path, environment: str = "") -> list[Path]:
+    """Stored files below ``root`` that cannot be read, of one environment or of all."""
+    own = _file_name(environment) if environment else ""
+    return [
+        path
+        for path in _stored_files(root)
+        if (not own or path.parents[1].name == own) and isinstance(_parsed(path), str)
+    ]
+
+
 def clear(root: Path) -> int:
     """Delete all stored values below ``root``; returns how many there were.
 
@@ -233,7 +245,7 @@ def clear(root: Path) -> int:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that no reader ever sees a part of it."""
+    """Write a text file so that no reader ever sees a part of it; the umask says who may read."""
     temporary = _write_beside(path, text)
     try:
         os.replace(temporary, path)
@@ -243,18 +255,15 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """Write a text file that a user named, atomically, readable by whom the umask lets read.
+    """Write a text file that a user named, atomically.
 
     Raises:
         OSError: it cannot be written, or is there and no ordinary file.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no ordinary file")
+        raise FileExistsError(errno.EEXIST, NO_FILE, str(path))
     write_atomic(path, text)
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
 
 
 # -- helpers --------------------------------------------------------------------------------------
@@ -268,9 +277,10 @@ def _stored_files(root: Path) -> list[Path]:
 def _write_beside(path: Path, text: str) -> str:
     """Write a text into a new file in the folder of ``path``; returns its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    # tempfile would make it private, and to ask for the umask is to change it for a moment
+    temporary = str(path.parent / f".{uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -279,18 +289,23 @@ def _write_beside(path: Path, text: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    body = _parsed(path)
+    if isinstance(body, str):
+        log.warning("stored file %s %s and ignored", path, body)
+        return None
+    return body
+
+
+def _parsed(path: Path) -> dict[str, Any] | str | None:
+    """The contents of a stored file, what is wrong with it, or None where there is none."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     # ValueError: broken JSON or broken UTF-8; RecursionError: brackets in brackets
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("stored file %s is unreadable and ignored: %s", path, error)
-        return None
-    if not isinstance(body, dict):
-        log.warning("stored file %s is no JSON object and ignored", path)
-        return None
-    return body
+        return f"is unreadable ({error})"
+    return body if isinstance(body, dict) else "is no JSON object"
 
 
 def _digest(text: str) -> str:

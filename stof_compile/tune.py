@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 import math
 import re
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from stof_compile.dump import Record, versions
-from stof_compile.errors import StofOptionError
+from stof_compile.dump import Record, versions, write_dump
+from stof_compile.dump_text import spent
+from stof_compile.errors import StofOptionError, StofPlaceError
 from stof_compile.explanation import Explanation, explain
-from stof_compile.plan import Plan, PlanFile
-from stof_compile.store import write_named
+from stof_compile.places import not_written
+from stof_compile.plan import PlanFile
+from stof_compile.store import write_atomic, write_named
 from stof_compile.tune_print import print_graph, say
 from stof_compile.tune_subject import Subject, TuneSettings, check_settings, make_subject
 
@@ -58,6 +59,7 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult:
 
     Raises:
         StofOptionError: a setting is impossible here, or the model cannot be built.
+        StofPlaceError: the plan or the dump cannot be written; mostly before the model is built.
         StofUnsupportedError: transformers is missing.
     """
     check_settings(settings)
@@ -66,10 +68,10 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult:
         rule = mask_rule(settings.mask, subject.tokens or settings.seq)
         out = settings.out or Path(f"{subject.name}.plan.json")
         _describe(console, settings, subject)
-        with _dump_folder(settings.dump_dir) as dump_dir, _shown():
+        with TemporaryDirectory(prefix="stof-tune-") as dump_dir, _shown():
             options: dict[str, Any] = {
                 "tune_budget_s": float(settings.budget_s),
-                "dump_dir": str(dump_dir),
+                "dump_dir": str(dump_dir),  # the plans stand there, and nowhere else
                 "seed": settings.seed,
             }
             options |= {"mode": settings.mode} if settings.mode else {}
@@ -79,32 +81,64 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult:
             fast(*subject.args, **subject.kwargs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            explanation = explain(fast)
-            save_plan(explanation.graphs, out)
-    result = TuneResult(explanation, out, seconds)
-    _print_result(console, result, settings)
+            result = TuneResult(explain(fast), out, time.perf_counter() - started)
+            _print_result(console, result)
+            plans = plans_of(result.explanation.graphs)  # their folder goes now
+    save(result, plans, settings.dump_dir)
+    _print_plan(console, result, settings)
     return result
 
 
-def save_plan(records: Sequence[Record], out: Path) -> None:
-    """Write the plans of all graphs, as their dumps hold them, into one file.
+def plans_of(records: Sequence[Record]) -> list[PlanFile]:
+    """The plan of each graph, as its dump holds it.
 
     Raises:
-        StofOptionError: no graph was compiled, or the file cannot be written.
+        StofOptionError: no graph was compiled. StofPlaceError: a dump was not written.
     """
     if not records:
         raise StofOptionError(
             "the model ran without any graph that could be compiled: there is nothing to tune"
         )
-    plans: list[Plan] = []
+    plans = []
     for record in records:
         path = Path(record.folder) / "plan.json"
-        plans += PlanFile.from_json(path.read_text(encoding="utf-8"), f"plan {path}").plans
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise StofPlaceError(
+                f"what was chosen could not be kept until the end ({error}): make room in the "
+                f"folder of temporary files ({gettempdir()}, TMPDIR sets it) and tune again; "
+                "choices that were measured are in the cache"
+            ) from error
+        plans.append(PlanFile.from_json(text, f"plan {path}"))
+    return plans
+
+
+def save(result: TuneResult, plans: Sequence[PlanFile], dump_dir: Path | None) -> None:
+    """Write the plans into one file and, where one is wanted, the dump.
+
+    Args:
+        plans: of the graphs, in their order.
+    Raises:
+        StofOptionError: one of the two could not be written; the other one was, if it could be.
+    """
+    written, failures = "", []
     try:
-        write_named(out, PlanFile.of(plans).to_json())
+        together = PlanFile.of(plan for file in plans for plan in file.plans)
+        write_named(result.plan, together.to_json())
+        written = f" (the plan is in {result.plan})"
     except OSError as error:
-        raise StofOptionError(f"--out {out} cannot be written: {error}") from error
+        failures.append(not_written(f"--out {result.plan}", error))
+    try:
+        for record, plan in zip(result.explanation.graphs, plans, strict=True):
+            record.folder = ""  # the one it was in goes
+            if dump_dir is not None:
+                record.options["dump_dir"] = str(dump_dir)
+                write_atomic(write_dump(record, dump_dir) / "plan.json", plan.to_json())
+    except OSError as error:
+        failures.append(not_written(f"--dump-dir {dump_dir}", error))
+    if failures:
+        raise type(failures[0])("; ".join(str(failure.args[0]) for failure in failures) + written)
 
 
 def mask_rule(name: str, tokens: int | None) -> MaskSpec | None:
@@ -136,18 +170,6 @@ def fusion_trials(record: Record) -> int:
 
 
 @contextmanager
-def _dump_folder(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        yield given
-        return
-    folder = Path(tempfile.mkdtemp(prefix="stof-tune-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def _shown() -> Iterator[None]:
     """Progress shows where the logger is enabled for INFO."""
     logger = logging.getLogger("stof_compile")
@@ -169,13 +191,17 @@ def _describe(console: Console, settings: TuneSettings, subject: Subject) -> Non
     say(console, f"mask {settings.mask}, budget {settings.budget_s:g} s per graph")
 
 
-def _print_result(console: Console, result: TuneResult, settings: TuneSettings) -> None:
+def _print_result(console: Console, result: TuneResult) -> None:
     graphs = result.explanation.graphs
     for number, record in enumerate(graphs):
         if len(graphs) > 1:
             say(console, f"graph {number}:")
         print_graph(console, record)
     say(console, _spent(result))
+
+
+def _print_plan(console: Console, result: TuneResult, settings: TuneSettings) -> None:
+    graphs = result.explanation.graphs
     rule = "" if settings.mask == "none" else ", 'mask': the same mask"
     several = f" for all {len(graphs)} graphs" if len(graphs) > 1 else ""
     say(
@@ -189,12 +215,8 @@ def _spent(result: TuneResult) -> str:
     steps = Counter[str]()
     for record in result.explanation.graphs:
         steps.update(record.timings_s)
-    tuning = f"{steps['stof']:.1f} s tuning"
-    if "fusion" in steps:
-        tuning += (
-            f" ({steps['fusion']:.1f} s operators, {steps['measuring']:.1f} s of it measuring)"
-        )
-    return (
-        f"{result.trials} candidates of fusion measured; {tuning}, {steps['inductor']:.1f} s in "
-        f"Inductor, {result.seconds:.1f} s in all"
-    )
+    parts = spent(steps)
+    rest = result.seconds - sum(seconds for _, seconds in parts)
+    parts.append(("capturing and one call", max(0.0, rest)))
+    told = ", ".join(f"{seconds:.1f} s {what}" for what, seconds in parts)
+    return f"{result.trials} candidates of fusion measured; {result.seconds:.1f} s in all: {told}"

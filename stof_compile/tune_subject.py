@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,13 @@ from torch import nn
 
 from stof_compile import zoo
 from stof_compile.errors import StofOptionError
+from stof_compile.places import check_file, check_folder
 
 MASKS = ("none", "causal", "sliding", "longformer", "bigbird")
 DTYPES = ("float16", "bfloat16", "float32")
+_KINDS = (
+    f"a model of the zoo ({', '.join(zoo.ZOO)}), a directory of transformers, or module:function"
+)
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,7 @@ def make_subject(settings: TuneSettings) -> Subject:
         return _from_directory(settings, device, getattr(torch, dtype))
     if ":" in settings.model:
         return _from_function(settings)
-    raise StofOptionError(
-        f"--model {settings.model}: neither a model of the zoo ({', '.join(zoo.ZOO)}), nor a "
-        "directory of transformers, nor module:function"
-    )
+    raise StofOptionError(f"--model {settings.model}: there is no such model; give {_KINDS}")
 
 
 def _from_directory(settings: TuneSettings, device: torch.device, dtype: torch.dtype) -> Subject:
@@ -130,6 +132,11 @@ def _from_function(settings: TuneSettings) -> Subject:
                 f"--{option} and {where}: the function decides; leave --{option} out"
             )
     module_name, _, function_name = settings.model.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
+        raise StofOptionError(
+            f"{where}: neither a directory nor module:function, which is a module as in `import` "
+            "and the name of a function in it"
+        )
     with _working_directory_on_path():
         try:
             module = importlib.import_module(module_name)
@@ -138,9 +145,13 @@ def _from_function(settings: TuneSettings) -> Subject:
         function = getattr(module, function_name, None)
         if not callable(function):
             raise StofOptionError(f"{where}: {module_name} has no function {function_name!r}")
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (ValueError, TypeError) as error:  # some functions written in C
+            raise StofOptionError(f"{where}: it must be a function of yours: {error}") from error
         needed = [
             p.name
-            for p in inspect.signature(function).parameters.values()
+            for p in parameters
             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if needed:
@@ -175,11 +186,14 @@ def _sizes(settings: TuneSettings) -> tuple[int, int]:
 
 
 def check_settings(settings: TuneSettings) -> None:
-    """Refuse settings that no model could have.
+    """Refuse settings that no model could have, and places where nothing can be written.
 
     Raises:
         StofOptionError: with the setting and what it may be.
+        StofPlaceError: ``out`` or ``dump_dir`` cannot be written to.
     """
+    if not settings.model:
+        raise StofOptionError(f"--model is empty: give {_KINDS}")
     for name in ("batch", "seq"):
         value = getattr(settings, name)
         if value is not None and value < 1:
@@ -191,8 +205,20 @@ def check_settings(settings: TuneSettings) -> None:
         if value not in valid:
             words = ", ".join(word for word in valid if word)
             raise StofOptionError(f"--{name} {value}: choose one of {words}")
-    if settings.out is not None and settings.out.is_dir():
-        raise StofOptionError(f"--out {settings.out} is a folder; name a file")
+    if not (math.isfinite(settings.budget_s) and settings.budget_s >= 0):
+        raise StofOptionError(
+            f"--budget must be a finite number of seconds, 0 or more, got {settings.budget_s:g}; "
+            "0 measures nothing"
+        )
+    if not 0 <= settings.seed < 2**63:
+        raise StofOptionError(f"--seed must be in 0 .. 2**63 - 1, got {settings.seed}")
+    # tuning takes minutes: a place that cannot be written to is an error before it
+    if settings.out is None:
+        check_folder(Path(), "the current folder, where the plan goes without --out,")
+    else:
+        check_file(settings.out, f"--out {settings.out}")
+    if settings.dump_dir is not None:
+        check_folder(settings.dump_dir, f"--dump-dir {settings.dump_dir}")
 
 
 def _device(name: str | None) -> torch.device:

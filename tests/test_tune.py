@@ -17,12 +17,13 @@ from torch import nn
 from stof_compile import explain, masks
 from stof_compile.device import DeviceFacts
 from stof_compile.dump import Record
-from stof_compile.errors import StofOptionError, StofPlanError
+from stof_compile.errors import StofOptionError, StofPlaceError, StofPlanError
+from stof_compile.explanation import Explanation
 from stof_compile.fusion.recipe import Recipe, run_recipe
 from stof_compile.measure import Timing
 from stof_compile.plan import PlanFile
 from stof_compile.search import bench
-from stof_compile.tune import fusion_trials, mask_rule, run_tune, save_plan
+from stof_compile.tune import TuneResult, fusion_trials, mask_rule, plans_of, run_tune, save
 from stof_compile.tune_subject import TuneSettings, make_subject
 from stof_compile.verdict import FastestForm, Verdict
 
@@ -265,14 +266,23 @@ def test_functions_that_cannot_be_used(module, tmp_path, monkeypatch, function, 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (TuneSettings("bert-bass"), "neither a model of the zoo"),
+        (TuneSettings("bert-bass"), "no such model; give a model of the zoo"),
+        (TuneSettings(""), "--model is empty"),
+        (TuneSettings(":make"), "a module as in `import`"),
+        (TuneSettings("a..b:make"), "a module as in `import`"),
+        (TuneSettings("builtins:type"), "a function of yours"),
         (TuneSettings("no_such_module:f"), "cannot be imported"),
         (TuneSettings("bert-tiny", batch=0), "--batch must be at least 1"),
         (TuneSettings("bert-tiny", mask="diagonal"), "--mask diagonal: choose one of none, causal"),
         (TuneSettings("bert-tiny", dtype="int8"), "--dtype int8"),
         (TuneSettings("bert-tiny", device="tpu"), "cpu or cuda"),
         (TuneSettings("anything:f", batch=2), "the function decides"),
-        (TuneSettings("bert-tiny", budget_s=-1.0, device="cpu"), "tune_budget_s"),
+        *(
+            (TuneSettings("bert-tiny", budget_s=float(s)), rf"--budget must be .* got {s}")
+            for s in ("-1", "nan", "inf")
+        ),
+        (TuneSettings("bert-tiny", seed=-1), "--seed must be in 0"),
+        (TuneSettings("bert-tiny", seed=10**23), "--seed must be in 0"),
     ],
 )
 def test_bad_settings(settings, words, console, tmp_path, monkeypatch):
@@ -291,13 +301,17 @@ def test_masks_are_as_wide_as_the_benchmarks():
         mask_rule("longformer", None)
 
 
-def test_nothing_compiled_and_nowhere_to_write(tmp_path):
+def test_nothing_compiled_and_nowhere_to_write(tmp_path, monkeypatch):
     with pytest.raises(StofOptionError, match="nothing to tune"):
-        save_plan([], tmp_path / "plan.json")
+        plans_of([])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StofPlaceError, match="TMPDIR"):
+        plans_of([Record()])  # its dump was not written: the disk was full
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump" / "plan.json").write_text(PlanFile().to_json())
     (tmp_path / "file").write_text("")
     record = Record(folder=str(tmp_path / "dump"), notes=["fusion measured 12 candidates"])
+    result = TuneResult(Explanation((record,)), tmp_path / "file" / "plan.json", 1.0)
     with pytest.raises(StofOptionError, match="cannot be written"):
-        save_plan([record], tmp_path / "file" / "plan.json")
+        save(result, plans_of([record]), None)
     assert fusion_trials(record) == 12

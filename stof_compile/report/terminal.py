@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stof_compile.dump_text import spent
 from stof_compile.plan import ChainPlan
 from stof_compile.report.model import (
     Decision,
@@ -309,7 +310,7 @@ class _Printer:
             ("left to PyTorch", [f"{f['where']}: {f['reason']}" for f in record.fallbacks]),
             ("near misses", [f"{m['name']}: {m['reason']}" for m in record.near_misses]),
             ("notes", record.notes),
-            ("spent", [f"{step} {s:.2f} s" for step, s in record.timings_s.items()]),
+            ("spent", [f"{step} {s:.2f} s" for step, s in spent(record.timings_s)]),
         )
         for title, lines in parts:
             if lines:

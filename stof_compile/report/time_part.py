@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stof_compile.dump_text import spent
 from stof_compile.report.markup import Markup, el, join
 from stof_compile.report.model import GraphReport, Step, untimed
 from stof_compile.report.pictures import bar, key
@@ -97,7 +98,7 @@ def rest_section(report: GraphReport) -> Markup:
         ("Left to PyTorch", [f"{f['where']}: {f['reason']}" for f in record.fallbacks]),
         ("Near misses", [f"{m['name']}: {m['reason']}" for m in record.near_misses]),
         ("Notes", record.notes),
-        ("Seconds spent", [f"{step}: {s:.2f}" for step, s in record.timings_s.items()]),
+        ("Seconds spent", [f"{step}: {s:.2f}" for step, s in spent(record.timings_s)]),
         ("Options", [f"{name} = {value}" for name, value in record.options.items()]),
     ):
         if lines:
