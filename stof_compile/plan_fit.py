@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stof_compile.errors import StofPlanError
@@ -22,10 +22,11 @@ def refuse_other_plan(
 ) -> None:
     """Refuse a plan of other graphs; called when a graph was fused by it.
 
-    The plan of this very graph has to fit as a whole. Where the file has none, one of its graphs
-    has to: all of its chains and packs are found here, or it has none and its attention is. A graph
-    in which there is nothing to be chosen needs no plan. Projections that a plan packs have to have
-    room for their copies here, too.
+    The plan of this very graph has to fit as a whole: its chains and packs are found here, and it
+    has all attention that is chosen here. (It may have more: that of an equal graph under other
+    masks.) Where the file has none, one of its graphs has to fit: all of its chains and packs are
+    found here, or it has none and its attention is. A graph in which there is nothing to be chosen
+    needs no plan. Projections that a plan packs have to have room for their copies here, too.
 
     Args:
         followed: what ``file.for_graph`` gave. attention: problem key -> choice, of this graph.
@@ -35,6 +36,8 @@ def refuse_other_plan(
     """
     if result.refusal:
         return
+    if followed.graph and isinstance(where, Path):  # another rank may have other buffers in masks
+        _refuse_other_attention(followed, attention, about, where)
     for key, pack in followed.packs.items():
         if pack.packed and key in result.refused_packs:
             raise StofPlanError(
@@ -63,6 +66,28 @@ def refuse_other_plan(
         f"{', '.join(result.unplanned) or 'none that are not in the plan'}). It has {len(held)}:"
         f"{told}\ntune this model, or give the plan of its own dump"
     )
+
+
+def _refuse_other_attention(
+    plan: Plan, attention: Mapping[str, AttentionPlan], about: str, where: Path | str
+) -> None:
+    asked = [choice for key, choice in attention.items() if key not in plan.attention]
+    if not asked:
+        return
+    held = [choice for key, choice in plan.attention.items() if key not in attention]
+    raise StofPlanError(
+        f"plan {where} was made for this graph ({about}) and no longer fits: it does not have "
+        f"{len(asked)} of the {len(attention)} attention problems of this graph (chosen here: "
+        f"{_kernels(asked)}), and has {len(held)} others (chosen there: {_kernels(held)}). The "
+        "mask, fp8 and TF32 are part of a problem: give the options that the plan was made with, "
+        "or tune again"
+    )
+
+
+def _kernels(choices: Sequence[AttentionPlan]) -> str:
+    told = [" ".join([c.kernel, str(list(c.config)) if c.config else ""]) for c in choices]
+    more = f" and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else ""
+    return (", ".join(text.strip() for text in told[:MAX_TOLD]) or "nothing") + more
 
 
 def _fits(plan: Plan, attention: Mapping[str, AttentionPlan], result: FusionResult) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,12 @@ from torch.fx import GraphModule
 from stof_compile.attention.functional import current_override
 from stof_compile.capture import CaptureFacts, RootPlace, read_capture
 from stof_compile.dump import Record
+from stof_compile.errors import StofPlanError
 from stof_compile.folded import FoldedBuffers
 from stof_compile.options import StofOptions
 from stof_compile.static_values import StaticValues
+
+logger = logging.getLogger("stof_compile")
 
 
 def with_variants(
@@ -47,11 +51,28 @@ def with_variants(
             with compile_lock:  # of all threads one traces at a time, as where Dynamo calls us
                 if key not in variants:
                     forced = opts if kernel is None else replace(opts, attention=kernel)
-                    variants[key] = compile_again(inputs, replace(forced, dump_dir=None), constant)
+                    forced = replace(forced, dump_dir=None)
+                    variants[key] = _compiled(compile_again, inputs, forced, constant)
         return variants[key](*inputs)
 
     run.stof_record = record  # type: ignore[attr-defined]
     return run
+
+
+def _compiled(
+    compile_again: Callable[[Sequence[Any], StofOptions, bool], Callable[..., Any]],
+    inputs: Sequence[Any],
+    opts: StofOptions,
+    constant: bool,
+) -> Callable[..., Any]:
+    try:
+        return compile_again(inputs, opts, constant)
+    except StofPlanError as error:
+        if constant:
+            raise
+        # its plan has the attention of masks that were constant; a call is no time for a search
+        logger.warning("a mask buffer has changed, and the plan no longer fits: %s", error)
+        return compile_again(inputs, replace(opts, plan=None, tune_budget_s=0.0), constant)
 
 
 def facts_at_call(

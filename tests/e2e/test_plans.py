@@ -15,7 +15,7 @@ from running import assert_same, without_flex, without_inductor
 from torch import nn
 from torch_templates import templates_win
 
-from stof_compile import explain
+from stof_compile import explain, masks
 from stof_compile.errors import StofPlanError
 from stof_compile.plan import PLAN_VERSION, PlanFile
 from stof_compile.verdict import FastestForm
@@ -160,6 +160,114 @@ def test_the_plan_of_this_graph_must_fit(measured, tmp_path):
     path.write_text(json.dumps(body))
     with pytest.raises(StofPlanError, match=r"made for this graph .* no longer fits"):
         run(model, x, tmp_path / "b", plan=path)
+
+
+class Attends(nn.Module):
+    """Two layers of attention and a body with chains; with ``own`` they read a mask's buffer."""
+
+    def __init__(self, own: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+        self.body = Block(breaks=False)
+        self.register_buffer("mask", torch.zeros(1, 1, 64, 64) if own else None)
+        if own:
+            self.mask[..., 20:] = -1e4
+
+    def forward(self, x):
+        for linear in self.qkv:
+            q, k, v = linear(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+            x = x + y.transpose(1, 2).reshape(x.shape)
+        return self.body(x)
+
+
+WIDE = torch.randn(2, 64, 32)
+WINDOW = masks.sliding_window(8)
+
+
+def tuned(tmp_path, model, **options):
+    run(model, WIDE, tmp_path / "a", dump_dir=tmp_path / "dump", **options)
+    return joined(tmp_path / "dump", tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("there", ["mask", "none", "nothing"])
+def test_attention_that_the_plan_does_not_have_is_refused(measured, tmp_path, there):
+    model = Attends().eval()
+    path = tuned(tmp_path, model, mask=WINDOW if there == "mask" else None)
+    if there == "nothing":
+        body = json.loads(path.read_text())
+        body["graphs"][0]["attention"] = {}
+        path.write_text(json.dumps(body))
+    with pytest.raises(StofPlanError, match=r"made for this graph .* no longer fits") as raised:
+        run(model, WIDE, tmp_path / "b", plan=path, mask=None if there == "mask" else WINDOW)
+    text = str(raised.value)
+    assert "1 of the 1 attention problems" in text and "mask, fp8 and TF32" in text
+    assert f"has {0 if there == 'nothing' else 1} others" in text and "tune again" in text
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "gather", "off"])
+def test_the_same_options_follow_the_plan(measured, tmp_path, attention):
+    model, options = Attends().eval(), {"mask": WINDOW, "attention": attention}
+    path = tuned(tmp_path, model, **options)
+    del measured[:]
+    _, fast = run(model, WIDE, tmp_path / "b", plan=path, **options)
+    assert measured == []
+    chosen = [site.choice for site in explain(fast).sites]
+    assert all(choice is None or choice.source == "plan" for choice in chosen)
+
+
+def test_graphs_alike_under_masks_by_path_follow_one_file(measured, tmp_path):
+    """Both graphs have one key; each asks for one of the two choices of the file."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Attends() for _ in range(2))
+
+        def forward(self, x):
+            x = self.layers[0](x)
+            torch._dynamo.graph_break()
+            return self.layers[1](x)
+
+    model = Twice().eval()
+    by_path = {"layers.0": WINDOW, "layers.1": masks.sliding_window(20)}
+    path = tuned(tmp_path, model, mask=by_path)
+    (graph,) = json.loads(path.read_text())["graphs"]
+    assert len(graph["attention"]) == 2
+    del measured[:]
+    run(model, WIDE, tmp_path / "b", plan=path, mask=by_path)
+    assert measured == []
+
+
+@pytest.mark.parametrize("how", ["training", "dynamic"])
+def test_graphs_whose_operators_are_left_alone_follow_a_plan(measured, tmp_path, how):
+    model = Attends().eval()
+
+    def compiled(**options):
+        torch._dynamo.reset()
+        options |= {"cache_dir": tmp_path / "cache", "mask": WINDOW}
+        return torch.compile(model, backend="stof", dynamic=how == "dynamic", options=options)
+
+    with torch.set_grad_enabled(how == "training"):
+        expected = compiled(dump_dir=tmp_path / "dump")(WIDE)
+        path = joined(tmp_path / "dump", tmp_path / "plan.json")
+        fast = compiled(plan=path)
+        assert_same(fast(WIDE), expected)
+        for x in (WIDE[:, :48], WIDE[:1]):
+            assert fast(x).shape == x.shape
+
+
+def test_a_mask_buffer_that_changes_leaves_the_plan(measured, tmp_path):
+    """At the call its values are no longer known, and the attention is another problem."""
+    model = Attends(own=True).eval()
+    path = tuned(tmp_path, model)
+    del measured[:]
+    _, fast = run(model, WIDE, tmp_path / "b", plan=path)
+    with torch.no_grad():
+        model.mask[..., 10:] = -1e4
+        assert_same(fast(WIDE), model(WIDE))
+    assert measured == []
 
 
 @pytest.mark.parametrize("version", [1, 2, PLAN_VERSION + 1])
