@@ -26,7 +26,7 @@ from filelock import FileLock
 from stof_compile.dump_text import summary_of
 from stof_compile.errors import StofPlanError
 from stof_compile.plan import AttentionPlan, ChainPlan, PackPlan
-from stof_compile.typed_json import typed
+from stof_compile.typed_json import built, part, problem_told, read_json
 
 STAGES = ("captured", "normalized", "rewritten")
 FORMAT = 1
@@ -79,12 +79,7 @@ class SiteRecord:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SiteRecord:
         """Rebuild a site from its JSON form."""
-        choice = data.get("choice")
-        plan = AttentionPlan.from_dict(choice) if choice else None
-        density = data.get("statistics", {}).get("density", 1.0)
-        if not isinstance(density, (int, float)):
-            raise TypeError(f"density is {density!r}, which is no float")
-        return typed(SiteRecord(**{**data, "choice": plan}))
+        return built(SiteRecord, data)
 
 
 @dataclass
@@ -155,7 +150,7 @@ class Record:
             StofPlanError: the text is no record of this version.
         """
         try:
-            body = json.loads(text)
+            body = read_json(text)
             found = body.pop("format")
             strange = sorted(set(body) - {f.name for f in dataclasses.fields(Record)})
             strange = [name for name in strange if name != "changes_function"]
@@ -168,20 +163,22 @@ class Record:
                     "that wrote it, or dump again"
                 )
             body.pop("changes_function", None)
-            sites = [SiteRecord.from_dict(site) for site in body.pop("sites")]
-            chains = [ChainPlan.from_dict(chain) for chain in body.pop("chains")]
-            packs = [PackPlan.from_dict(pack) for pack in body.pop("packs")]
-            for picture in body.get("pictures", {}).values():
-                typed(_Picture(**picture))
-            return typed(
-                Record(**body, sites=sites, chains=chains, packs=packs, graphs=dict(graphs or {}))
-            )
+            for name in ("sites", "chains", "packs"):  # which every STOF has written
+                part(body, name, list)
+            record = built(Record, {**body, "graphs": dict(graphs or {})})
+            for site in record.sites:
+                density = site.statistics.get("density", 1.0)
+                if not isinstance(density, (int, float)):
+                    raise TypeError(f"density of {site.name} is {density!r}, which is no float")
+            for name, picture in record.pictures.items():
+                built(_Picture, picture, f"pictures[{name}]")
+            return record
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, StofPlanError):
                 raise
             raise StofPlanError(
-                f"{where}: not a record of STOF ({error!r}): it is damaged or something else; "
-                "restore the file or dump again"
+                f"{where}: not a record of STOF ({problem_told(error)}): it is damaged or "
+                "something else; restore the file or dump again"
             ) from error
 
     def summary(self) -> str:
@@ -264,18 +261,18 @@ def read_record(folder: Path) -> Record:
         StofPlanError: it cannot be read or is malformed.
     """
     file = folder / "record.json"
+    stages = {stage: folder / f"{stage}.py" for stage in STAGES}
+    graphs = {stage: _text(path) for stage, path in stages.items() if path.is_file()}
+    return Record.from_json(_text(file), graphs, where=str(file))
+
+
+def _text(file: Path) -> str:
     try:
-        graphs = {
-            stage: (folder / f"{stage}.py").read_text(encoding="utf-8")
-            for stage in STAGES
-            if (folder / f"{stage}.py").is_file()
-        }
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StofPlanError(
-            f"{folder}: cannot be read ({error}); restore the file or dump again"
+            f"{file}: cannot be read ({error}); restore the file or dump again"
         ) from error
-    return Record.from_json(text, graphs, where=str(file))
 
 
 def _graph_folders(dump_dir: Path) -> list[Path]:

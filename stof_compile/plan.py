@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from stof_compile.errors import StofPlanError
-from stof_compile.typed_json import typed
+from stof_compile.typed_json import built, part, problem_told, read_json
 
 PLAN_VERSION = 3
 
@@ -39,11 +39,6 @@ class Candidate:
     p80_us: float | None = None
     error: float | None = None
     reason: str = ""
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Candidate:
-        """Rebuild a candidate from its JSON form."""
-        return Candidate(**{**data, "config": tuple(data["config"])})
 
 
 @dataclass(frozen=True)
@@ -74,17 +69,9 @@ class AttentionPlan:
         """Rebuild a plan entry from its JSON form.
 
         Raises:
-            KeyError, TypeError, AttributeError: it is none; also those of the entries below.
+            TypeError: it is none; also those of the entries below.
         """
-        return typed(
-            AttentionPlan(
-                kernel=data["kernel"],
-                config=tuple(data["config"]),
-                source=data["source"],
-                reason=data["reason"],
-                candidates=tuple(Candidate.from_dict(c) for c in data.get("candidates", ())),
-            )
-        )
+        return built(AttentionPlan, data)
 
 
 @dataclass(frozen=True)
@@ -113,12 +100,8 @@ class SegmentPlan:
     trials: tuple[tuple[str, float | None], ...] = ()
     measured: int = 0
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> SegmentPlan:
-        """Rebuild a segment from its JSON form."""
-        config = tuple(sorted((str(k), v) for k, v in data["config"]))
-        trials = tuple((str(words), us) for words, us in data.get("trials", ()))
-        return SegmentPlan(**{**data, "config": config, "trials": trials})
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", tuple(sorted(self.config)))
 
 
 @dataclass(frozen=True)
@@ -186,10 +169,7 @@ class ChainPlan:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ChainPlan:
         """Rebuild a chain from its JSON form."""
-        segments = tuple(SegmentPlan.from_dict(segment) for segment in data["segments"])
-        moves = tuple(MovePlan(**move) for move in data.get("moves", ()))
-        kinds = tuple(data["kinds"])
-        return typed(ChainPlan(**{**data, "kinds": kinds, "segments": segments, "moves": moves}))
+        return built(ChainPlan, data)
 
 
 @dataclass(frozen=True)
@@ -220,7 +200,7 @@ class PackPlan:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PackPlan:
         """Rebuild a decision from its JSON form."""
-        return typed(PackPlan(**{**data, "sizes": tuple(data["sizes"])}))
+        return built(PackPlan, data)
 
 
 @dataclass(frozen=True)
@@ -268,19 +248,13 @@ class Plan:
         }
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Plan:
-        """Rebuild a plan from its JSON form."""
-        return typed(
-            Plan(
-                environment=data["environment"],
-                attention={k: AttentionPlan.from_dict(v) for k, v in data["attention"].items()},
-                chains={k: ChainPlan.from_dict(v) for k, v in data["chains"].items()},
-                packs={k: PackPlan.from_dict(v) for k, v in data["packs"].items()},
-                graph=data["graph"],
-                about=data["about"],
-                fusion=data["fusion"],
-            )
-        )
+    def from_dict(data: dict[str, Any], place: str = "plan") -> Plan:
+        """Rebuild a plan from its JSON form; ``place``: of it in a file, for errors."""
+        made = built(Plan, data, place)
+        lacking = [item.name for item in fields(Plan) if item.name not in data]
+        if lacking:  # empty ones are written, too: the file is damaged
+            raise TypeError(f"the field {place}.{lacking[0]} is missing")
+        return made
 
 
 @dataclass(frozen=True)
@@ -329,18 +303,25 @@ class PlanFile:
             StofPlanError: the text is no plan, or of another version.
         """
         try:
-            body = json.loads(text)
+            body = read_json(text)
+            if "stof_tuning_file" in body:
+                raise StofPlanError(
+                    f"{where}: a tuning file, which `stof cache import` takes; `stof tune` writes "
+                    "a plan"
+                )
             if body["version"] != PLAN_VERSION:
                 raise StofPlanError(
                     f"{where}: plan version {body['version']}, this STOF reads version "
                     f"{PLAN_VERSION}; tune again to write a new plan"
                 )
-            return PlanFile.of(Plan.from_dict(plan) for plan in body["graphs"])
+            graphs = enumerate(part(body, "graphs", list))
+            return PlanFile.of(Plan.from_dict(plan, f"graphs[{i}]") for i, plan in graphs)
         except StofPlanError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StofPlanError(
-                f"{where}: not a STOF plan ({error!r}); write one with dump_dir or tune again"
+                f"{where}: not a STOF plan, or a damaged one ({problem_told(error)}); write one "
+                "with dump_dir or tune again"
             ) from error
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Files read back: whatever stands in them is refused with the field's name, or ignored."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from stof_compile.budget import Budget
 from stof_compile.cli import main
 from stof_compile.cli.environments import environments_here
 from stof_compile.cli.tuning_file import TuningFile
-from stof_compile.dump import Record
+from stof_compile.dump import Record, write_dump
 from stof_compile.errors import StofMaskError, StofPlanError
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Candidate, Plan, PlanFile
@@ -24,7 +25,7 @@ from stof_compile.report.html import html_page
 from stof_compile.report.load import load_ceilings
 from stof_compile.report.model import read_report
 from stof_compile.store import Store
-from stof_compile.typed_json import typed
+from stof_compile.typed_json import built, typed
 
 DEEP = "[" * 200_000
 
@@ -141,6 +142,77 @@ def test_a_record_with_any_value_changed_is_read_or_refused(wrong):
     for again in read:
         again.to_json()
         assert "<html" in html_page([read_report(0, again)], "dump")
+
+
+@pytest.mark.parametrize(
+    "path, value, words",
+    [
+        (["graphs"], 7, "graphs is 7, which is no list"),
+        (["graphs", 0], 7, r"graphs\[0\] is 7, which is no object"),
+        (["graphs", 0, "attention"], 7, r"graphs\[0\]\.attention is 7, which is no"),
+        (["graphs", 0, "chains"], None, r"the field graphs\[0\]\.chains is missing"),
+        (
+            ["graphs", 0, "chains", "b", "code"],
+            None,
+            r"graphs\[0\]\.chains\[b\]\.code is mis",
+        ),
+        (["graphs", 0, "packs", "c", "x"], 1, r"packs\[c\]\.x is a field that is not known here"),
+        (["graphs", 0, "packs", "c", "count"], 10**400, "a number of 401 digits"),
+        (["version"], None, "the field 'version' is missing"),
+        (["stof_tuning_file"], 1, "a tuning file, which `stof cache import` takes"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_damaged_plan_is_told_by_its_field(path, value, words):
+    """None = the field is deleted."""
+    body = json.loads(plan_text())
+    place = body
+    for name in path[:-1]:
+        place = place[name]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    with pytest.raises(StofPlanError, match=words) as raised:
+        PlanFile.from_json(json.dumps(body), "plan p.json")
+    assert str(raised.value).startswith("plan p.json: ") and "Error(" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda text: "[1]", r"it is \[1\], which is no JSON object"),
+        (lambda text: text.replace('"sites": [', '"sites": 7, "x": ['), "unknown fields"),
+        (lambda text: text.replace('"batch": 2', '"batch": 1' + "0" * 400), "401 digits"),
+        (lambda text: text.replace('"status": ', '"states": '), r"sites\[0\]\.states is a field"),
+        (lambda text: b"\xff\xfe\x00", r"record\.json: cannot be read"),
+    ],
+    ids=["list", "field", "number", "name", "binary"],
+)
+def test_a_damaged_record_is_told_by_its_file_and_field(tmp_path, capsys, spoil, words):
+    record = make_record()
+    record.sites[0].shape["batch"] = 2
+    file = write_dump(record, tmp_path) / "record.json"
+    spoilt = spoil(file.read_text())
+    file.write_bytes(spoilt if isinstance(spoilt, bytes) else spoilt.encode())
+    for command in ("explain", "inspect"):
+        assert main([command, str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert re.search(words, said) and str(file) in said and "Error(" not in said
+
+
+def test_an_object_is_built_with_all_that_is_in_it():
+    text = '{"sizes": [1, 2], "inner": [{"flag": true}], "table": {"a": [1]}, "pair": ["b", 3]}'
+    made = built(Outer, json.loads(text))
+    assert made == Outer(sizes=(1, 2), inner=(Inner(True),), table={"a": [1]}, pair=("b", 3))
+    for data, words in (
+        ({"pair": ["b"]}, "pair is"),
+        ({"inner": [{}]}, r"the field inner\[0\]\.flag is missing"),
+        ({"table": {"a": 1}}, r"table\[a\] is 1"),
+        ({"name": [1]}, r"name is \[1\]"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            built(Outer, data)
 
 
 @pytest.mark.parametrize("read", [PlanFile.from_json, Record.from_json, masks.MaskSpec.from_json])
