@@ -351,7 +351,9 @@ def test_an_import_that_fails_on_the_way_changes_nothing(
 def test_a_cache_that_cannot_be_written_to(capsys, exported, tmp_path):
     (tmp_path / "file").write_text("no folder")
     status, _, error = call(capsys, "import", exported, "--dir", tmp_path / "file" / "cache")
-    assert status == 1 and str(tmp_path / "file") in error
+    assert status == 2 and str(tmp_path / "file") in error
+    status, _, error = call(capsys, "import", exported, "--dir", "/proc/nothing/cache")
+    assert status == 1 and "/proc/nothing" in error and "name a place" in error
 
 
 def _import(file, root, begin, results):

@@ -19,9 +19,16 @@ from stof_compile.cli.output import print_json, watched_stdout
 from stof_compile.cli.runs import demo, tune
 
 READER_GONE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
+INTERRUPTED = 128 + 2  # the same of SIGINT
+INTERRUPTED_WORDS = (
+    "interrupted before the end; call it again, it goes on with what was measured until now (in "
+    "the cache)"
+)
+DYNAMO_TRAILERS = ("\n\nfrom user code:\n", "\n\nSet TORCHDYNAMO_VERBOSE=1")
+"""What Dynamo appends to an error that went through it, about its own internals."""
 
 app = typer.Typer(
-    pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help"]}
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 for command in (doctor, demo, tune, explain, inspect):
     app.command()(command)
@@ -56,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: without the program's name; None = of this process.
     Returns:
-        Exit code: 0 done, 1 it cannot be done here, 2 the call was wrong, 141 nobody read the
-        answer to its end.
+        Exit code: 0 done, 1 it cannot be done here, 2 the call was wrong, 130 interrupted, 141
+        nobody read the answer to its end.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with watched_stdout() as reader_has_gone:
@@ -73,17 +80,24 @@ def _run(arguments: list[str]) -> int:
         refused = end.__context__  # what typer has told people already
         if "--json" in arguments and refused and hasattr(refused, "format_message"):
             _print_error(refused.format_message(), refused)
+        stopped = getattr(refused, "__cause__", None)  # typer makes an exit of it
+        if isinstance(stopped, KeyboardInterrupt):
+            return _tell(INTERRUPTED, INTERRUPTED_WORDS, stopped, arguments)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         status, message = _told(error)
         if status is None:
             raise
-        if "--json" in arguments:
-            _print_error(message, error)
-        console = Console(stderr=True)
-        console.print(f"stof: {message}", markup=False, highlight=False, soft_wrap=True)
-        return status
+        return _tell(status, message, error, arguments)
     return 0
+
+
+def _tell(status: int, message: str, error: BaseException, arguments: list[str]) -> int:
+    if "--json" in arguments:
+        _print_error(message, error)
+    console = Console(stderr=True)
+    console.print(f"stof: {message}", markup=False, highlight=False, soft_wrap=True)
+    return status
 
 
 def _print_error(message: str, error: BaseException) -> None:
@@ -94,12 +108,19 @@ def _print_error(message: str, error: BaseException) -> None:
 def _told(error: Exception) -> tuple[int | None, str]:
     """Exit code and message of an error that a user can do something about; None for ours."""
     if isinstance(error, OSError):
-        return 1, str(error)
+        where = f"{error.filename}: " if error.filename else ""
+        return 1, (
+            f"{where}{error.strerror or error}: make room, or name a place that can be read and "
+            "written to (options of this command; XDG_CACHE_HOME moves the user's cache)"
+        )
     if isinstance(error, ModuleNotFoundError):
         known = error.name == "torch"
         return (1 if known else None), f"{error}: `stof doctor` says how to get it"
-    from stof_compile.errors import StofError, StofUnsupportedError
+    from stof_compile.errors import StofError, StofPlaceError, StofUnsupportedError
 
     if not isinstance(error, StofError):
         return None, ""
-    return (1 if isinstance(error, StofUnsupportedError) else 2), str(error.args[0])
+    message = str(error.args[0])
+    for trailer in DYNAMO_TRAILERS:
+        message = message.partition(trailer)[0]
+    return (1 if isinstance(error, StofUnsupportedError | StofPlaceError) else 2), message

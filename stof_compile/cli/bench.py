@@ -13,6 +13,8 @@ import typer
 
 from stof_compile.cli.output import AsJson, Output, output
 
+WRONG_CALL = 2  # exit code of argparse, and of bench/run.py where two cells failed
+
 
 def bench(
     arguments: Annotated[
@@ -54,6 +56,19 @@ def bench(
             "seconds": time.monotonic() - started,
             "output": lines,
         }
+        if run.returncode:
+            out.result |= {"error": _failure(run.returncode), "kind": "BenchFailed"}
+
+
+def _failure(status: int) -> str:
+    """What an exit code of bench/run.py means, in words."""
+    what = f"{status} cells failed, of which `output` and stderr say more"
+    if status == WRONG_CALL:
+        what = (
+            "the call was wrong, or 2 cells failed; stderr says which, and `stof bench --help` "
+            "what may follow"
+        )
+    return f"bench/run.py ended with exit code {status}: {what}"
 
 
 def find_bench() -> Path | None:

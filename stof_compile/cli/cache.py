@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,13 +36,15 @@ Environment = Annotated[
 def ls(folder: Folder = None, as_json: AsJson = False) -> None:
     """List the environments: device and versions, how much is stored, since when."""
     from stof_compile.cli.environments import environments_here, environments_in
-    from stof_compile.store import entries, environment_parts
+    from stof_compile.store import damaged_files, entries, environment_parts
 
     root = _root(folder)
     with output(as_json) as out:
-        found = environments_in(entries(root), environments_here())
+        found, damaged = environments_in(entries(root), environments_here()), damaged_files(root)
         out.result = {
             "dir": str(root),
+            "exists": root.exists(),
+            "damaged": [str(path) for path in damaged],
             "environments": [
                 {
                     "environment": stored.key,
@@ -56,8 +59,10 @@ def ls(folder: Folder = None, as_json: AsJson = False) -> None:
                 for stored in found
             ],
         }
+        if damaged:
+            out.say(_damage(damaged, f"in {root}"))
         if not found:
-            out.say(f"nothing stored in {root}")
+            out.say(f"nothing stored in {root}{_absence(root)}")
             return
         table = _table(str(root), "environment", "entries", "kB", "oldest", "newest")
         for stored in found:
@@ -122,18 +127,22 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go, delete nothing.")
     ] = False,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Files that cannot be read, alone or beside these.")
+    ] = False,
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what is old or of other environments; of both options, what both hold for."""
+    """Delete what is old or of other environments (of both options, what both hold for)."""
     from stof_compile.cli.environments import environments_here
     from stof_compile.errors import StofOptionError
-    from stof_compile.store import entries
+    from stof_compile.store import damaged_files, entries
 
-    if older_than is None and not other_environments:
+    chosen = older_than is not None or other_environments
+    if not chosen and not damaged:
         raise StofOptionError(
-            "cache prune: say what to delete with --older-than DAYS, --other-environments or both; "
-            "`stof cache clear` deletes everything"
+            "cache prune: say what to delete with --older-than DAYS, --other-environments, both, "
+            "or --damaged; `stof cache clear` deletes everything"
         )
     root = _root(folder)
     with output(as_json) as out:
@@ -142,12 +151,14 @@ def prune(
         going = [
             entry
             for entry in entries(root)
-            if (older_than is None or entry.modified_s < before_s)
+            if chosen
+            and (older_than is None or entry.modified_s < before_s)
             and not (other_environments and entry.environment in here)
         ]
+        broken = damaged_files(root) if damaged else []
         if not dry_run:
-            for entry in going:
-                entry.path.unlink(missing_ok=True)
+            for path in (*(entry.path for entry in going), *broken):
+                path.unlink(missing_ok=True)
         size = sum(entry.size_bytes for entry in going)
         out.result = {
             "dir": str(root),
@@ -155,12 +166,16 @@ def prune(
             "entries": len(going),
             "bytes": size,
             "environments": sorted({entry.environment for entry in going}),
+            "damaged": len(broken),
         }
         for key in out.result["environments"]:
             count = sum(entry.environment == key for entry in going)
             out.say(f"{key}: {count} entries")
         done = "would be deleted" if dry_run else "deleted"
-        out.say(f"{len(going)} entries ({size / 1e3:.1f} kB) {done} in {root}")
+        files = f" and {len(broken)} damaged files" if damaged else ""
+        out.say(
+            f"{len(going)} entries ({size / 1e3:.1f} kB){files} {done} in {root}{_absence(root)}"
+        )
 
 
 @cache.command()
@@ -172,7 +187,7 @@ def clear(folder: Folder = None, as_json: AsJson = False) -> None:
     with output(as_json) as out:
         count = store.clear(root)
         out.result = {"dir": str(root), "entries": count}
-        out.say(f"{count} entries deleted in {root}")
+        out.say(f"{count} entries deleted in {root}{_absence(root)}")
 
 
 @cache.command()
@@ -186,6 +201,7 @@ def export(
     from stof_compile.cli.environments import choose_environment
     from stof_compile.cli.tuning_file import TuningFile
     from stof_compile.errors import StofOptionError
+    from stof_compile.store import damaged_files
 
     root = _root(folder)
     with output(as_json) as out:
@@ -198,15 +214,19 @@ def export(
             )
         tuning.write(file)
         size = file.stat().st_size
+        damaged = damaged_files(root, tuning.environment)
         out.result = {
             "file": str(file),
             "environment": tuning.environment,
             "entries": len(tuning.items),
             "bytes": size,
+            "damaged": [str(path) for path in damaged],
         }
         out.say(
             f"{file}: {len(tuning.items)} entries ({size / 1e3:.1f} kB) for {tuning.environment}"
         )
+        if damaged:
+            out.say(_damage(damaged, "left out"))
 
 
 @cache.command("import")
@@ -267,9 +287,34 @@ def _refuse(out: Output, file: Path, found: list[tuple[str, str, str]]) -> None:
 
 
 def _root(folder: Path | None) -> Path:
+    """The cache that a command is about.
+
+    Raises:
+        StofOptionError: there is a file in its place; a folder that is not there is an empty cache.
+    """
+    from stof_compile.errors import StofOptionError
     from stof_compile.store import default_root
 
-    return folder or default_root()
+    root = default_root() if folder is None else folder
+    there = next(place for place in (root.absolute(), *root.absolute().parents) if place.exists())
+    if not there.is_dir():
+        given = f"the cache {root}" if folder is None else f"--dir {root}"
+        why = "is a file" if there == root.absolute() else f"cannot be there, {there} is a file"
+        raise StofOptionError(f"{given} {why}; name the folder of a cache (--dir DIR)")
+    return root
+
+
+def _absence(root: Path) -> str:
+    """What to add where nothing was found, since perhaps another folder was meant."""
+    return "" if root.exists() else ", which does not exist"
+
+
+def _damage(files: Sequence[Path], done: str) -> str:
+    """What became of files that cannot be read, and how they go."""
+    return (
+        f"damaged files {done}: {len(files)}; what they held is measured anew when it is needed, "
+        "and `stof cache prune --damaged` deletes them"
+    )
 
 
 def _iso(seconds: float) -> str:

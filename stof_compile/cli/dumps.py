@@ -22,13 +22,11 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Print what a dump says."""
-    from stof_compile.errors import StofPlanError
-    from stof_compile.explanation import explain_dump
+    from stof_compile.explanation import Explanation
+    from stof_compile.report.load import load_dump
 
     with output(as_json) as out:
-        explanation = explain_dump(dump)
-        if not explanation.graphs:
-            raise StofPlanError(f"{dump} holds no dump; write one with options={{'dump_dir': ...}}")
+        explanation = Explanation(tuple(load_dump(dump)))
         out.result = {
             "dump": str(dump),
             "graphs": [record_json(record) for record in explanation.graphs],
@@ -98,13 +96,10 @@ def _reports(dump: Path, ceilings: Path | None = None) -> list[GraphReport]:
 
 
 def _write_page(reports: list[GraphReport], dump: str, page: Path) -> None:
-    from stof_compile.errors import StofOptionError
+    from stof_compile.places import not_written
     from stof_compile.report.html import write_html
 
     try:
         write_html(reports, dump, page)
     except OSError as error:
-        raise StofOptionError(
-            f"--html {page}: cannot be written ({error}); give the path of a file "
-            "in a folder that can be written to"
-        ) from error
+        raise not_written(f"--html {page}", error) from error

@@ -84,7 +84,8 @@ def choose_environment(root: Path, wanted: str | None) -> str:
             + _listed(fitting)
         )
     others = f"; --environment takes one of:{_listed(keys)}" if keys else ": tune a model first"
-    raise StofOptionError(f"{root} holds nothing {what}{others}")
+    absent = "" if root.exists() else " (there is no such folder)"
+    raise StofOptionError(f"{root}{absent} holds nothing {what}{others}")
 
 
 def differences(there: str, here: Mapping[str, str]) -> list[Difference]:

@@ -10,8 +10,12 @@ import typer
 
 from stof_compile.cli.output import AsJson, output
 
-MODELS = ("bert-base", "bert-large", "gpt2", "llama-1b", "t5-base", "vit-base", "distilbert")
-"""Of the zoo, as far as they are offered for completion."""
+MODELS = (
+    *("bert-base", "bert-large", "gpt2", "distilgpt2", "llama-1b"),
+    *("t5-base", "vit-base", "distilbert"),
+    *("bert-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny", "vit-tiny", "distilbert-tiny"),
+)
+"""Of the zoo, which cannot be asked for them without torch."""
 
 
 class Mask(str, Enum):

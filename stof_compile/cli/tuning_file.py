@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from stof_compile.errors import StofOptionError, StofPlanError
+from stof_compile.errors import StofPlanError
+from stof_compile.places import not_written
 from stof_compile.store import FORMAT as STORE_FORMAT
 from stof_compile.store import entries, environment_parts, write_named
 
@@ -51,7 +52,7 @@ class TuningFile:
         """Write the file, or leave what is there.
 
         Raises:
-            StofOptionError: it cannot be written.
+            StofOptionError: something else is there. StofPlaceError: it cannot be written.
         """
         body = {
             "stof_tuning_file": FORMAT,
@@ -64,7 +65,7 @@ class TuningFile:
         try:
             write_named(path, json.dumps(body, indent=1) + "\n")
         except OSError as error:
-            raise StofOptionError(f"{path} cannot be written: {error}") from error
+            raise not_written(str(path), error) from error
 
     @staticmethod
     def read(path: Path) -> TuningFile:
