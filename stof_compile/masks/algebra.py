@@ -38,7 +38,7 @@ class And(MaskSpec):
         return {"rule": "and", "operands": _canonical_operands(self)}
 
     def __repr__(self) -> str:
-        return "(" + " & ".join(map(repr, self.operands)) + ")"
+        return self._shown or "(" + " & ".join(map(repr, self.operands)) + ")"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,7 +65,7 @@ class Or(MaskSpec):
         return {"rule": "or", "operands": _canonical_operands(self)}
 
     def __repr__(self) -> str:
-        return "(" + " | ".join(map(repr, self.operands)) + ")"
+        return self._shown or "(" + " | ".join(map(repr, self.operands)) + ")"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from stof_compile.errors import StofMaskError
 from stof_compile.masks.random_tiles import RandomTiles
 from stof_compile.masks.rules import Band, BlockDiagonal, Multiple, Phase, Range
-from stof_compile.masks.spec import MaskSpec, PlaneShape, Tiles
+from stof_compile.masks.spec import MaskSpec, PlaneShape, Tiles, shown_as
 from stof_compile.masks.tensor_rules import Points
 
 
@@ -52,8 +52,9 @@ class Composition(MaskSpec):
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:
         """Bind the expression where lengths matter."""
-        bound = self.expression().bind(q_len, k_len, q_offset, device)
-        return bound if self.depends_on_lengths else self
+        if not self.depends_on_lengths:
+            return self
+        return shown_as(self.expression().bind(q_len, k_len, q_offset, device), self)
 
     def at_head(self, head: int) -> MaskSpec:
         """A name has no per-head choices."""
@@ -185,7 +186,7 @@ class RelativeComposition(MaskSpec):
         self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
     ) -> MaskSpec:
         """Become the expression of the whole sequence, whichever part the queries are."""
-        return self.at_lengths(max(q_offset + q_len, k_len))
+        return shown_as(self.at_lengths(max(q_offset + q_len, k_len)), self)
 
     def keep(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Not defined before `bind`."""

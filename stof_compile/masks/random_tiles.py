@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stof_compile.errors import StofMaskError
-from stof_compile.masks.spec import EMPTY, MaskSpec, PlaneShape, Tiles, three_valued
+from stof_compile.masks.spec import EMPTY, MaskSpec, PlaneShape, Tiles, shown_as, three_valued
 
 _MAX_TILES = 2**16
 """Tiles per side that fit the rank's tie breaker."""
@@ -82,7 +82,7 @@ class RandomTiles(MaskSpec):
         tiles = bound.heads * -(-grid[0] // self.block) * -(-grid[1] // self.block)
         host = tiles <= _TILES_ON_HOST and bound.is_plain
         place = "cpu" if host else str(torch.device(device))
-        return dataclasses.replace(bound, limits=_limits(bound, place))
+        return shown_as(dataclasses.replace(bound, limits=_limits(bound, place)), self)
 
     def _grid(self, q_len: int, k_len: int, q_offset: int) -> tuple[int, int]:
         longest = max(q_offset + q_len, k_len)

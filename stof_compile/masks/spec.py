@@ -64,6 +64,7 @@ class MaskSpec:
 
     rule: ClassVar[str]
     has_code: ClassVar[bool] = False  # of the user, who may have written it for one device
+    _shown: ClassVar[str] = ""  # of an instance: what it was bound from, in words
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -282,6 +283,8 @@ class MaskSpec:
         return MaskSpec.from_json, (self.to_json(), self.tensors())
 
     def __repr__(self) -> str:
+        if self._shown:
+            return self._shown
         shown = ", ".join(
             f"{field.name}={_show(getattr(self, field.name))}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -361,6 +364,12 @@ def _encode(value: Any, tensors: list[Tensor], *, canonical: bool) -> Any:
     if isinstance(value, tuple):
         return [_encode(one, tensors, canonical=canonical) for one in value]
     return value
+
+
+def shown_as(bound: MaskSpec, rule: MaskSpec) -> MaskSpec:
+    """A rule that was just made of another one, shown as that: as a user wrote it."""
+    object.__setattr__(bound, "_shown", repr(rule))
+    return bound
 
 
 def digest(tensor: Tensor) -> str:

@@ -292,3 +292,19 @@ def test_numbers_of_numpy_are_numbers():
     found = masks.bigbird(whole(4), np.int32(2), half, seed=whole(3), random_block=np.uint8(16))
     assert found.key == masks.bigbird(4, 2, 0.5, seed=3, random_block=16).key
     assert masks.sliding_window(whole(3)).to_json() == masks.sliding_window(3).to_json()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        masks.bigbird(window=8, global_tokens=8, random_fill=0.2),
+        masks.bigbird(window=8, global_tokens=8, random_fill=0.2) & masks.causal(),
+        masks.random_blocks(0.3),
+        ~masks.random_blocks(0.3) | masks.sliding_window(4),
+    ],
+    ids=str,
+)
+def test_a_rule_bound_to_lengths_is_shown_as_it_was_written(rule):
+    bound = rule.bind(256, 256)
+    assert str(bound) == str(rule) and bound.key != rule.key
+    assert "limits" not in str(bound.bind(256, 256))
