@@ -1,7 +1,9 @@
 """The package lists every folder with code, and imports without GPU, Triton or TileLang."""
 
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import metadata
 from pathlib import Path
 
@@ -49,6 +51,25 @@ def test_versions_agree():
 
 def test_typed():
     assert (ROOT / "stof_compile" / "py.typed").is_file()
+
+
+def test_the_source_distribution_has_all_code_and_no_fragment_of_the_tests(tmp_path):
+    """setuptools would take those of the tests that are called ``test_*.py``, without the rest."""
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in (*SOURCES, "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert not [name for name in names if name.startswith("tests")]
+    code = {f.relative_to(ROOT).as_posix() for d in SOURCES for f in (ROOT / d).rglob("*.py")}
+    assert code <= names
 
 
 def test_public_names_exist():
