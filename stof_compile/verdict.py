@@ -62,7 +62,8 @@ class Verdict:
 
     def __str__(self) -> str:
         if not self.times_us:
-            return f"whole graph: not compared, the time budget was spent; kept: {self.winner}"
+            untimed = "not compared, the time budget was spent"
+            return f"whole graph: {untimed}; kept: {self.winner} (default)"
         return f"whole graph: {_in_words(self.times_us)}; kept: {self.winner} ({self.source})"
 
     @property
