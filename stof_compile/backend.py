@@ -32,6 +32,7 @@ from stof_compile.options import StofOptions
 from stof_compile.plan import Plan, PlanFile
 from stof_compile.rank_plan import Choosing, on_all_ranks, shares_choices
 from stof_compile.store import write_atomic
+from stof_compile.unused_mask import check_at_second_call, warn_of_lost_mask
 from stof_compile.variants import facts_at_call, with_variants
 
 logger = logging.getLogger("stof_compile")
@@ -63,6 +64,7 @@ def stof(
     else:
         outcome, timed = _decided_here(gm, captured, facts, example_inputs, opts)
     record, started = outcome.record, time.monotonic()
+    warn_of_lost_mask(record)
     try:
         compiled = _finished(outcome, example_inputs, opts, timed)
     except Exception as failure:  # Inductor did not take our graph; it may take the captured one
@@ -78,7 +80,8 @@ def stof(
         _dump(outcome, opts.dump_dir)
     folded = FoldedBuffers(facts.inputs, outcome.folded, example_inputs)
     again = partial(_compile_again, captured, facts.place)
-    return with_variants(compiled, again, opts, record, folded)
+    check = check_at_second_call(record, facts, opts)
+    return with_variants(compiled, again, opts, record, folded, check)
 
 
 def _dump(outcome: Outcome, dump_dir: Path) -> None:

@@ -50,11 +50,13 @@ class RootPlace:
             is unknown.
         path_known: site paths are relative to the compiled root module.
         whole_model: no graph break: this graph is the whole call of the root.
+        in_root: this graph is a piece of the root's own frame, which a call runs once.
     """
 
     module_paths: Mapping[int, tuple[str, ...]]
     path_known: bool
     whole_model: bool
+    in_root: bool
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         inference_mode=torch.is_inference_mode_enabled(),
         has_symbolic_shapes=any(_is_symbolic(node) for node in placeholders),
         device=_device(tensors.values()),
-        place=RootPlace(paths, known, at_root),
+        place=RootPlace(paths, known, at_root, root.in_root),
         static=StaticValues(gm.graph, buffers),
     )
 

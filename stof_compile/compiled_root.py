@@ -36,16 +36,23 @@ class CompiledRoot:
             told.
         codes: code objects a graph of the whole object starts in.
         compiling: code Dynamo is compiling now.
+        callback: what Dynamo calls to compile its frames.
     """
 
     modules: tuple[nn.Module, ...]
     codes: frozenset[CodeType]
     compiling: CodeType | None
+    callback: Any = None
 
     @property
     def at_start(self) -> bool:
         """Whether the graph being compiled starts where the root starts."""
         return self.compiling is not None and self.compiling in self.codes
+
+    @property
+    def in_root(self) -> bool:
+        """Whether it is a piece of the root's own frame, which a call runs once."""
+        return self.compiling is not None and _resumed(self.compiling) in self.codes
 
 
 def compiled_root() -> CompiledRoot:
@@ -62,8 +69,19 @@ def compiled_root() -> CompiledRoot:
             fn = frame.f_locals["fn"]
             given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
             found = _modules_of(fn) or tuple(m for m in given if isinstance(m, nn.Module))
-            return CompiledRoot(found, frozenset(_start_codes(fn, found)), compiling)
+            codes = frozenset(_start_codes(fn, found))
+            callback = getattr(frame.f_locals.get("self"), "callback", None)
+            return CompiledRoot(found, codes, compiling, callback)
     return CompiledRoot((), frozenset(), compiling)
+
+
+def _resumed(code: CodeType) -> CodeType:
+    """The code whose rest a code made at a graph break is, or itself."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+
+    made = ContinueExecutionCache.generated_code_metadata
+    original: CodeType = made[code].code if code in made else code
+    return original
 
 
 def _frames() -> Iterator[FrameType]:

@@ -93,6 +93,7 @@ class Record:
         sites: every attention site.
         near_misses: {"name", "node", "reason"}: looked like attention and was not taken.
         fallbacks: {"where", "reason"}: left to PyTorch.
+        masked: names of sites and near misses that take the option's mask.
         mask_paths: path of the option's mask -> names of the sites it matched in this graph.
         graphs: stage ("captured", "normalized", "rewritten") -> readable Python.
         timings_s: step -> seconds spent in the backend.
@@ -109,6 +110,7 @@ class Record:
     sites: list[SiteRecord] = field(default_factory=list)
     near_misses: list[dict[str, str]] = field(default_factory=list)
     fallbacks: list[dict[str, str]] = field(default_factory=list)
+    masked: list[str] = field(default_factory=list)
     mask_paths: dict[str, list[str]] = field(default_factory=dict)
     graphs: dict[str, str] = field(default_factory=dict)
     timings_s: dict[str, float] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class Record:
     @property
     def changes_function(self) -> bool:
         """Whether the option's mask makes the result differ from the model as written."""
-        return self.options.get("mask") is not None
+        return bool(self.masked)
 
     def add_near_miss(self, name: str, node: str, reason: str) -> None:
         """Note something that looked like attention and was not taken."""

@@ -72,6 +72,10 @@ def _head(record: Record) -> list[str]:
     device = record.device.get("name", "unknown device")
     names = " ".join(f"{name} {version}" for name, version in record.versions.items())
     lines = [f"device: {device}", f"versions: {names}"]
+    if record.options.get("mask") is not None and not record.changes_function:
+        lines.append(
+            f"mask of the options: {record.options['mask']} (no attention of this graph takes it)"
+        )
     if record.changes_function:
         lines.append(
             f"mask of the options: {record.options['mask']} (and-ed with the model's own: the "

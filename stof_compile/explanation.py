@@ -76,6 +76,9 @@ class Explanation:
         ]
         if self.unmatched:
             parts.append(f"mask paths that match no site: {', '.join(self.unmatched)}")
+        masks = [record for record in self.graphs if record.options.get("mask") is not None]
+        if masks and not any(record.masked for record in masks):
+            parts.append("no attention of these graphs takes the mask of the options")
         for index, record in enumerate(self.graphs):
             title = f"-- graph {index} " + (f"({record.folder}) " if record.folder else "")
             parts.append(f"{title.ljust(98, '-')}\n{record.summary().rstrip()}")
@@ -145,7 +148,8 @@ class _Walk:
             for module in value.modules():
                 self._mark(module)
                 self._visit(module.__dict__.get("forward"))
-                self._visit(getattr(type(module), "forward", None))
+                for method in _methods(type(module)):
+                    self._visit(method)
                 self._visit(getattr(module, "_compiled_call_impl", None))
         elif isinstance(value, types.MethodType):
             self._visit(value.__func__)
@@ -206,6 +210,12 @@ class _Walk:
         return same or [e for e in entries if any(_equal(e.backend, b) for b in self._backends)]
 
 
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    """Functions of a module's classes: after a graph break each may have graphs of its own."""
+    for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
+        yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
+
+
 def _records_of(value: Any) -> Iterator[Record]:
     """Records behind a global that compiled bytecode calls, whatever Dynamo wrapped around it."""
     for _ in range(10):
@@ -233,16 +243,17 @@ def _backend_of(compiled: Any) -> Any:
     while compiled is not None:
         callback = _closure(compiled).get("callback")
         if callback is not None:
-            return _innermost(callback)
+            return innermost(callback)
         compiled = getattr(compiled, "__wrapped__", None)
     return None
 
 
-def _innermost(callback: Any) -> Any:
+def innermost(callback: Any) -> Any:
+    """The object that stands for one ``torch.compile``, behind what Dynamo wraps around it."""
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
         inner = getattr(callback, name, None)
         if inner is not None:
-            return _innermost(inner)
+            return innermost(inner)
     return callback
 
 

@@ -149,14 +149,16 @@ def _rewrite(
     if opts.mask is not None and settle_sizes([*sites, *near_misses]):
         sites, near_misses = _attention_of(gm, facts)
     places: list[AttentionSite | NearMiss] = [*sites, *near_misses]
+    maskable = [p for p in places if not isinstance(p, NearMiss) or p.maskable]
     root = facts.place
     resolved = resolve_masks(
-        opts.mask, places, path_known=root.path_known, whole_model=root.whole_model
+        opts.mask, maskable, path_known=root.path_known, whole_model=root.whole_model
     )
     record.mask_paths = {key: list(names) for key, names in resolved.by_path.items()}
+    record.masked = list(resolved.by_site)
     warn_of_unmatched(resolved, facts)
     warn_of_last_graph(resolved)
-    refuse_lost_mask(resolved, places, opts, record)
+    refuse_lost_mask(resolved, places, facts, opts, record)
     mask_near_misses(gm, near_misses, resolved.by_site)
     record_near_misses(near_misses, opts, record)
     store = Store(opts.cache_dir or default_root(), made.environment)

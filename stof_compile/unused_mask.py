@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch._guards import CompileContext
@@ -12,11 +14,42 @@ from torch._logging._internal import warning_once
 from stof_compile.attention.resolve import ResolvedMasks, path_matches
 from stof_compile.attention.site import AttentionSite, NearMiss
 from stof_compile.capture import CaptureFacts
+from stof_compile.compiled_root import compiled_root
 from stof_compile.dump import Record
 from stof_compile.errors import StofMaskError
+from stof_compile.explanation import innermost
 from stof_compile.options import StofOptions
 
 logger = logging.getLogger("stof_compile")
+
+LOST = "the mask of the options is not put"  # how all notes of a lost mask begin
+SPELLING = (
+    "write it as F.scaled_dot_product_attention, without a graph break inside, call "
+    "sparse_attention, or write the mask into the model"
+)
+FATE = "stof_mask_fate"
+NOWHERE = (
+    f"{LOST} into any attention: no graph of the compiled function has attention that STOF knows "
+    f"and that it is meant for; {SPELLING}"
+)
+
+
+@dataclass
+class MaskFate:
+    """What became of the option's mask in the graphs of one compiled function so far.
+
+    Args:
+        taken: some attention took it. said: it was logged that some did not.
+    """
+
+    taken: bool = False
+    said: bool = False
+
+    def say(self, message: str) -> None:
+        """Log a warning, the first of the function only."""
+        if not self.said:
+            logger.warning("%s", message)
+        self.said = True
 
 
 def warn_of_unmatched(resolved: ResolvedMasks, facts: CaptureFacts) -> None:
@@ -56,40 +89,107 @@ def warn_of_last_graph(resolved: ResolvedMasks) -> None:
 def refuse_lost_mask(
     resolved: ResolvedMasks,
     places: Sequence[AttentionSite | NearMiss],
+    facts: CaptureFacts,
     opts: StofOptions,
     record: Record,
 ) -> None:
-    """Say it where attention that should have a mask of the options does not take it.
+    """Note it where attention that should have a mask of the options does not take it.
 
-    That is attention of which the graph does not show whether it is cross-attention, and all there
-    is of a graph where one mask was given for all.
+    That is attention that the graph does not show well enough, and a graph that is all there is of
+    a function, or has cross-attention only, where one mask was given for all.
 
     Raises:
         StofMaskError: ``strict``.
     """
     if opts.mask is None:
         return
+    fate = _fate()
+    fate.taken |= bool(resolved.by_site)
     left = [place for place in places if place.name not in resolved.by_site]
-    untold = [p for p in left if not p.cross_known and _is_meant(opts.mask, p)]
-    if untold:
-        message = (
-            f"the mask of the options is not put into {_names(untold)}: queries and keys come into "
-            "this graph with different lengths, so that it does not show whether they are one "
-            "sequence; compute both in one graph, call sparse_attention, or name it by path "
-            "(queries and keys then count from 0 each)"
-        )
-    elif left and not resolved.by_site and not isinstance(opts.mask, Mapping):
-        message = (
-            "the mask of the options was put into no attention of this graph: "
-            f"{_names(left)} reads keys of another sequence than its queries (cross-attention); "
-            "name it by path, or call sparse_attention"
-        )
-    else:
-        return
+    message = _hidden(left, opts.mask)
+    if not message:
+        if fate.taken or isinstance(opts.mask, Mapping):
+            return
+        message = _in_vain(left, facts)
+        if not message:
+            return
     if opts.strict:
         raise StofMaskError(message + " (strict=True)")
     record.notes.append(message)
-    warning_once(logger, message)
+
+
+def _hidden(left: Sequence[AttentionSite | NearMiss], mask: object) -> str:
+    """What is said of attention that the graph does not show well enough to put a mask into it."""
+    meant = [place for place in left if _is_meant(mask, place)]
+    unlike = [p for p in meant if isinstance(p, NearMiss) and not p.maskable]
+    if unlike:
+        why = "; ".join(f"{place.name} ({place.reason})" for place in unlike[:4])
+        return f"{LOST} into {why}: {SPELLING}"
+    untold = [place for place in meant if place.cross and not place.cross_known]
+    if not untold:
+        return ""
+    return (
+        f"{LOST} into {_names(untold)}: queries and keys come into this graph with different "
+        "lengths, so that it does not show whether they are one sequence; compute both in one "
+        "graph, call sparse_attention, or name it by path (queries and keys then count from 0 each)"
+    )
+
+
+def _in_vain(left: Sequence[AttentionSite | NearMiss], facts: CaptureFacts) -> str:
+    """What is said of a graph whose attention does not take the one mask for all."""
+    if left:
+        return (
+            f"{LOST} into any attention of this graph: {_names(left)} reads keys of another "
+            "sequence than its queries (cross-attention); name it by path, or call sparse_attention"
+        )
+    return NOWHERE if _is_whole(facts) else ""
+
+
+def _is_whole(facts: CaptureFacts) -> bool:
+    """Whether a graph is all of the compiled function; data-parallel training cuts them later."""
+    return facts.place.whole_model and not facts.fake_inputs
+
+
+def warn_of_lost_mask(record: Record) -> None:
+    """Log what was noted of a graph, once for all graphs of one compiled function."""
+    for note in record.notes:
+        if note.startswith(LOST):
+            _fate().say(note)
+
+
+def check_at_second_call(
+    record: Record, facts: CaptureFacts, opts: StofOptions
+) -> Callable[[], None] | None:
+    """A check for a piece of a function of which it cannot be told yet whether others take the
+    mask; None where it can.
+
+    When the function is called again, all its pieces were compiled, and attention that is in none
+    of them ran without STOF.
+    """
+    if opts.mask is None or record.masked or _is_whole(facts) or not facts.place.in_root:
+        return None
+    return partial(_refuse_mask_in_vain, _fate(), record, opts.strict)
+
+
+def _refuse_mask_in_vain(fate: MaskFate, record: Record, strict: bool) -> None:
+    if fate.taken or fate.said:
+        return
+    if strict:
+        raise StofMaskError(NOWHERE + " (strict=True)")
+    record.notes.append(NOWHERE)
+    fate.say(NOWHERE)
+
+
+def _fate() -> MaskFate:
+    """The fate of the mask in the function that is being compiled, kept with what torch.compile
+    made for it: it lives as long, and its graphs share nothing else."""
+    holder = innermost(compiled_root().callback)
+    fate = getattr(holder, FATE, None)
+    if not isinstance(fate, MaskFate):
+        fate = MaskFate()
+        if holder is not None:
+            setattr(holder, FATE, fate)
+    return fate
 
 
 def _is_meant(mask: object, place: AttentionSite | NearMiss) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def with_variants(
     opts: StofOptions,
     record: Record,
     folded: FoldedBuffers,
+    second_call: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """Wrap the compiled graph.
 
@@ -37,10 +39,16 @@ def with_variants(
     Args:
         compile_again: (inputs, options, constant) -> the captured graph compiled once more; not
             ``constant``: buffers are read at run time.
+        second_call: called before the graph runs for the second time, and again while it raises.
     """
+    calls, due = count(), [] if second_call is None else [second_call]
     variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def run(*inputs: Any) -> Any:
+        if due and next(calls) > 0:
+            for check in tuple(due):  # another thread may be through with it
+                check()
+            due.clear()
         kernel = current_override()
         constant = folded.unchanged(inputs)
         if kernel is None and constant:

@@ -49,6 +49,7 @@ def make_record(captured: str = "def f(): ...") -> Record:
         device={"name": "Some GPU"},
         options={"mask": "bigbird(window=32)", "seed": 0},
         sites=[site, kept],
+        masked=["encoder.layer.0"],
         mask_paths={"encoder.*": ["encoder.layer.0"]},
         graphs={"captured": captured, "normalized": "n = 1", "rewritten": "r = 1"},
         timings_s={"match": 0.25},

@@ -125,6 +125,7 @@ def make_record(layers=LAYERS) -> Record:
         notes=[
             "whole graph: fused 100.0 us, as torch.compile runs it 150.0 us; kept: fused (store)"
         ],
+        masked=["layer.0"],
         pictures={"mask_0": mask.tile_map},
     )
     record.add_fallback(f"head.{HOSTILE}", "its output has another user")

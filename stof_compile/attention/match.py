@@ -29,6 +29,7 @@ from stof_compile.attention.origin import (
 from stof_compile.attention.replaceable import Writes
 from stof_compile.attention.scores import Scores, read_scores
 from stof_compile.attention.site import AttentionSite, Form, Found, NearMiss
+from stof_compile.attention.unmatched import unmatched_attention
 from stof_compile.capture import CaptureFacts, site_path
 from stof_compile.memory import mutations
 from stof_compile.node_ops import argument, operation, raw_name, source_line
@@ -64,7 +65,7 @@ def match_attention(
             misses.append(
                 NearMiss(
                     name, node, found.reason, path, source_line(node), relation.cross, offset,
-                    relation.known, undecided,
+                    relation.known, undecided, found.maskable,
                 )
             )  # fmt: skip
         else:
@@ -109,6 +110,8 @@ def _candidates(
             )
         elif name == "_transformer_encoder_layer_fwd":
             found = Mismatch("a fused nn.TransformerEncoderLayer on nested tensors stays one call")
+        if found is None:
+            found = unmatched_attention(node)
         if transforms and isinstance(found, dict) and found["form"] in ("sdpa", "softmax"):
             found = Mismatch(
                 f"{transforms[0]} in this graph, which STOF's operators have no rule for"

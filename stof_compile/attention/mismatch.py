@@ -17,10 +17,13 @@ class Mismatch:
     Args:
         reason: in one sentence.
         undecided: pairs of sizes that would have to be equal, and are not known to be.
+        maskable: a mask can be and-ed into it, or it is an error that it cannot; False = it was
+            told by its looks only, and what it attends to is not known.
     """
 
     reason: str
     undecided: Sizes = ()
+    maskable: bool = True
 
 
 def described(node: Node) -> str:

@@ -82,7 +82,7 @@ def read_scores(softmax: Node, static: StaticValues, place: Node) -> Scores | Mi
     ``place``: node at which q and k are read anew.
     """
     start = argument(softmax, 0, "input")
-    if not isinstance(start, Node) or not _has_product(start):
+    if not isinstance(start, Node) or not has_product(start):
         return None
     walk = _Walk(static, place)
     node: Node | Mismatch = start
@@ -95,7 +95,7 @@ def read_scores(softmax: Node, static: StaticValues, place: Node) -> Scores | Mi
     return node
 
 
-def _has_product(node: Node, depth: int = 16) -> bool:
+def has_product(node: Node, depth: int = 16) -> bool:
     """Whether a product of two activations is reached through operations on scores only."""
     name = operation(node)
     if name in ("matmul", "bmm"):
@@ -105,7 +105,7 @@ def _has_product(node: Node, depth: int = 16) -> bool:
     if depth == 0 or not (is_cast(node) or name in SCORE_OPERATIONS):
         return False
     operands = [a for a in node.all_input_nodes if shape_of(a) is not None]
-    return any(_has_product(a, depth - 1) for a in operands)
+    return any(has_product(a, depth - 1) for a in operands)
 
 
 def _step(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
@@ -160,20 +160,20 @@ def _term(node: Node, name: str, walk: _Walk) -> Node | Mismatch:
             argument(node, 1, "input"),
             argument(node, 2, "other"),
         )
-        if isinstance(kept, Node) and _has_product(kept):
+        if isinstance(kept, Node) and has_product(kept):
             return _masked(node, kept, condition, "keep", walk.static.scalar(other), rank, walk)
         return _masked(node, other, condition, "drop", walk.static.scalar(kept), rank, walk)
     alpha = number(node.kwargs.get("alpha", 1))
     first, second = node.args[0], argument(node, 1, "other")
     sign = -1.0 if name == "sub" else 1.0
-    if not (isinstance(first, Node) and _has_product(first)):
+    if not (isinstance(first, Node) and has_product(first)):
         if name == "sub":
             return Mismatch(f"the scores are subtracted in {described(node)}")
         first, second = second, first
     if alpha is None or not isinstance(first, Node):
         return Mismatch(f"cannot read {described(node)}")
     if isinstance(second, Node):
-        if _has_product(second):
+        if has_product(second):
             return Mismatch(f"two products are added in {described(node)}")
         walk.terms.append(Term("add", second, factor=walk.factor * sign * alpha, rank=rank))
     return first  # a number added to every score changes nothing

@@ -73,6 +73,7 @@ class NearMiss:
         node: the SDPA call, the softmax, or the fused module call. reason: why it is left.
         cross, cross_known, undecided, offset: as for a site; ``undecided`` also sizes that would
             have to be equal for a match.
+        maskable: as for a mismatch.
     """
 
     name: str
@@ -84,3 +85,4 @@ class NearMiss:
     offset: QueryOffset = UNTOLD
     cross_known: bool = True
     undecided: Sizes = field(default=(), compare=False)  # symbols cannot be hashed
+    maskable: bool = True

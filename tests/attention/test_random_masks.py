@@ -79,7 +79,7 @@ CONSTANT = {
 
 def attend_under(mask):
     def attend(q, k, v):
-        keep = mask() | torch.eye(S).bool()
+        keep = mask() | torch.eye(S, dtype=torch.bool)  # no row is empty
         return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
 
     return attend
