@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from stof_compile.seen_tensors import SeenTensors, gatherer
 
 
 class FoldedBuffers:
@@ -20,22 +21,25 @@ class FoldedBuffers:
     def __init__(
         self, inputs: Iterable[str], folded: Collection[str], example_inputs: Sequence[Any]
     ) -> None:
-        self._places = [place for place, name in enumerate(inputs) if name in folded]
-        self._copies = [example_inputs[place].detach().clone() for place in self._places]
-        self._states = [_state(example_inputs[place]) for place in self._places]
+        places = [place for place, name in enumerate(inputs) if name in folded]
+        self._gather = gatherer(places)
+        buffers = self._gather(example_inputs)
+        self._copies = [buffer.detach().clone() for buffer in buffers]
+        # one value: several threads may call
+        self._last = SeenTensors(buffers), (True,) * len(buffers)
 
     def unchanged(self, inputs: Sequence[Any]) -> bool:
-        """Compare address and version, and the contents only where one of them differs."""
-        for number, place in enumerate(self._places):
-            state = _state(inputs[place])
-            if state == self._states[number]:
-                continue
-            if not torch.equal(inputs[place], self._copies[number]):
-                return False
-            self._states[number] = state
-        return True
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Address and version; inference tensors have no version."""
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+        """Whether all contents are the same; compared are those of buffers that are not as at the
+        last call.
+        """
+        if not self._copies:
+            return True
+        buffers = self._gather(inputs)
+        seen, equal = self._last
+        if not seen.same(buffers):
+            equal = tuple(
+                torch.equal(buffer, copy) if seen.changed(number, buffer) else equal[number]
+                for number, (buffer, copy) in enumerate(zip(buffers, self._copies, strict=True))
+            )
+            self._last = SeenTensors(buffers), equal
+        return all(equal)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-_version = attrgetter("_version")
-_address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
-_freed = cast("Callable[[int], bool]", torch.UntypedStorage._expired)
+from stof_compile.seen_tensors import SeenTensors, gatherer
+
 _steps = [0]  # of all optimizers since the first weights were packed
 
 
@@ -40,12 +37,9 @@ class PackedSlice:
 class PackedWeights:
     """Notices at each call that parameters have changed, and copies them again.
 
-    Compared are address and version of each tensor, and whether its memory has been freed since
-    (new memory may get the old address). That sees ``mul_``, ``load_state_dict``, a replaced
-    parameter and ``.data = ...``, but not ``.data.mul_()``, nor writes to inference tensors, which
-    have no version. Behind a step of any optimizer all are copied: those with ``fused=True``, and
-    others with kernels of their own, leave versions as they are. The buffers keep their addresses:
-    CUDA graphs go on.
+    What is noticed says :class:`SeenTensors`. Behind a step of any optimizer all are copied: those
+    with ``fused=True``, and others with kernels of their own, leave versions as they are. The
+    buffers keep their addresses: CUDA graphs go on.
     """
 
     def __init__(self, slices: Iterable[PackedSlice]) -> None:
@@ -56,7 +50,7 @@ class PackedWeights:
         inputs = [s.place for s in ordered if s.place is not None]
         self.slices = tuple(replace(s, original=None) for s in ordered)
         self._held = tuple(originals[len(inputs) :])
-        self._gather = _gatherer(inputs)
+        self._gather = gatherer(inputs)
         _watch_optimizers()
         self._remember(originals)
 
@@ -85,24 +79,15 @@ class PackedWeights:
         tensors = self._gather(inputs)
         if self._held:
             tensors += self._held
-        try:
-            if (
-                _steps[0] == self._steps
-                and tuple(map(_version, self._with_version(tensors))) == self._versions
-                and tuple(map(_address, tensors)) == self._addresses
-                and not any(map(_freed, self._storages))
-            ):
-                return 0
-        except RuntimeError:  # an inference tensor in the place of one with a version
-            pass
+        if _steps[0] == self._steps and self._seen.same(tensors):
+            return 0
         return self._copy(tensors)
 
     def _copy(self, tensors: Sequence[Tensor]) -> int:
         count, stepped = 0, _steps[0] != self._steps
         with torch.inference_mode(False), torch.no_grad():
             for number, (s, tensor) in enumerate(zip(self.slices, tensors, strict=True)):
-                changed = stepped or _freed(self._storages[number])
-                if not changed and _state(tensor) == self._states[number]:
+                if not stepped and not self._seen.changed(number, tensor):
                     continue
                 assert (tensor.shape, tensor.dtype, tensor.device) == (
                     s.part.shape,
@@ -115,16 +100,7 @@ class PackedWeights:
         return count
 
     def _remember(self, tensors: Sequence[Tensor]) -> None:
-        self._steps = _steps[0]
-        self._states = [_state(tensor) for tensor in tensors]
-        self._addresses = tuple(address for address, _ in self._states)
-        self._versions = tuple(version for _, version in self._states if version is not None)
-        versioned = [i for i, (_, version) in enumerate(self._states) if version is not None]
-        whole = len(versioned) == len(tensors)
-        self._with_version = _everything if whole else _gatherer(versioned)
-        # weak: the memory of a parameter that was replaced is not kept alive
-        self._references = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self._storages = [reference.cdata for reference in self._references]
+        self._steps, self._seen = _steps[0], SeenTensors(tensors)
 
 
 @cache
@@ -144,19 +120,3 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable
 def _count_outside() -> None:
     _steps[0] += 1
-
-
-def _state(tensor: Tensor) -> tuple[int, int | None]:
-    """Address and version; inference tensors have no version."""
-    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
-
-
-def _gatherer(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that takes some items of a sequence, as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda items: tuple(items[place] for place in places)
-
-
-def _everything(items: Sequence[Any]) -> Sequence[Any]:
-    return items

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "new_tensors",
             "node_ops",
             "repeatable",
+            "seen_tensors",
             "static_values",
         }  # parts of normalize, capture
         | {"graph_copy", "graph_key", "graph_bytes", "progress", "triton_environment"}

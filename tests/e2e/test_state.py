@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy
 import pytest
 import torch
 from models import BATCH, LENGTH, hand_written, hf_bert, hf_llama, token_ids
@@ -14,6 +16,7 @@ from torch import nn
 
 from stof_compile import explain, masks
 from stof_compile.attention import select
+from stof_compile.folded import FoldedBuffers
 
 WINDOW = masks.sliding_window(4)
 TESTS = Path(__file__).parent
@@ -191,6 +194,65 @@ def test_a_mask_buffer_that_changes_is_noticed(fresh_dynamo):
         after = fast(**inputs)
         torch.testing.assert_close(after, model(**inputs), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(after, before)
+
+
+class Masked(nn.Module):
+    """Attention under a mask that lies in a buffer."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+
+def registered(model, mask):
+    model.register_buffer("mask", mask)
+
+
+def loaded(model, mask):
+    model.load_state_dict({"mask": mask}, assign=True)
+
+
+@pytest.mark.parametrize("put", [registered, loaded])
+@torch.no_grad()
+def test_a_mask_buffer_in_memory_that_comes_back(put):
+    """As an allocator hands it out again: neither address nor version differ."""
+    mask, memory = torch.ones(16, 16, dtype=torch.bool).tril(), numpy.empty((16, 16), dtype=bool)
+    model, (q, k, v) = Masked(mask), torch.randn(3, 1, 2, 16, 8)
+    fast = torch.compile(model, backend="stof", options={"tune_budget_s": 0, "attention": "gather"})
+    before = fast(q, k, v)
+    memory[:] = mask.numpy()
+    put(model, torch.from_numpy(memory))
+    assert torch.equal(fast(q, k, v), before)
+    state = model.mask.data_ptr(), model.mask._version
+    put(model, mask)  # frees the memory
+    memory[:] = mask.fliplr().logical_or(mask).numpy()
+    put(model, torch.from_numpy(memory))
+    assert (model.mask.data_ptr(), model.mask._version) == state
+    torch.testing.assert_close(fast(q, k, v), model(q, k, v), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(fast(q, k, v), before)
+
+
+def test_contents_of_mask_buffers_are_compared_once():
+    buffers = [torch.ones(4) for _ in range(3)]
+    folded = FoldedBuffers(("x", "a", "b", "c"), {"a", "b", "c"}, (torch.ones(1), *buffers))
+
+    def compared():
+        with mock.patch.object(torch, "equal", wraps=torch.equal) as equal:
+            same = folded.unchanged((torch.ones(1), *buffers))
+        return same, equal.call_count
+
+    assert compared() == (True, 0)
+    buffers[0].mul_(1.0)
+    buffers[2] = torch.ones(4)
+    assert compared() == (True, 2)
+    buffers[1].add_(1.0)
+    assert compared() == (False, 1)
+    assert compared() == (False, 0)
+    buffers[1].sub_(1.0)
+    assert compared() == (True, 1)
 
 
 def test_a_scale_buffer_that_changes_is_noticed(fresh_dynamo):
