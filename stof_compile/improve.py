@@ -31,6 +31,7 @@ from stof_compile.dump import Record, graph_text
 from stof_compile.errors import StofError
 from stof_compile.fallback import fall_back
 from stof_compile.fuse import Fusion
+from stof_compile.fusion.graph_refusal import fusion_refusal
 from stof_compile.fusion_result import FusionResult
 from stof_compile.graph_copy import copy_graph
 from stof_compile.graph_key import graph_key, graph_words
@@ -38,7 +39,7 @@ from stof_compile.measure import real_tensors
 from stof_compile.normalize import normalize
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Plan, PlanFile
-from stof_compile.plan_fit import refuse_other_plan
+from stof_compile.plan_fit import refuse_other_attention, refuse_other_plan
 from stof_compile.record_attention import record_near_misses, record_sites
 from stof_compile.record_fusion import record_fusion
 from stof_compile.search.form_workers import FormWorkers
@@ -191,6 +192,9 @@ def _rewrite(
             if given is not None and plan is not None:
                 where = opts.plan or "of another rank"
                 refuse_other_plan(given, plan, ctx.choices, fusion, made.about, where)
+    alone = operators is None and not fusion_refusal(gm, facts)  # else they vary with the call
+    if alone and plan is not None and plan.graph and opts.plan is not None:
+        refuse_other_attention(plan, ctx.choices, made.about, opts.plan)
     if wanted and not facts.grad_enabled:
         shortened = shorten_gelu(gm)
         if shortened:

@@ -37,7 +37,7 @@ def refuse_other_plan(
     if result.refusal:
         return
     if followed.graph and isinstance(where, Path):  # another rank may have other buffers in masks
-        _refuse_other_attention(followed, attention, about, where)
+        refuse_other_attention(followed, attention, about, where)
     for key, pack in followed.packs.items():
         if pack.packed and key in result.refused_packs:
             raise StofPlanError(
@@ -68,9 +68,17 @@ def refuse_other_plan(
     )
 
 
-def _refuse_other_attention(
+def refuse_other_attention(
     plan: Plan, attention: Mapping[str, AttentionPlan], about: str, where: Path | str
 ) -> None:
+    """Refuse a plan of this very graph that lacks attention of it.
+
+    Args:
+        attention: problem key -> choice, of this graph. about: the graph, in words.
+        where: the plan's file.
+    Raises:
+        StofPlanError: it does.
+    """
     asked = [choice for key, choice in attention.items() if key not in plan.attention]
     if not asked:
         return

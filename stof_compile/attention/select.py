@@ -102,9 +102,10 @@ def choose(
         given = plan.attention[problem.key]
         wrong = _impossible(given, problem.device.type, problem.fp8)
         if wrong:
+            where = "the plan" if options.plan is None else f"plan {options.plan}"
             raise StofPlanError(
-                f"the plan's choice for {problem.describe()} cannot be followed: {wrong}; "
-                "tune again"
+                f"{where}: the choice for {problem.describe()} cannot be followed: {wrong}; tune "
+                "again"
             )
         return replace(given, source="plan", candidates=())
     device = problem.device.type
@@ -172,11 +173,12 @@ def _impossible(choice: AttentionPlan, device: str, fp8: bool = False) -> str:
     if choice.kernel not in kernels:
         return f"kernel {choice.kernel!r} is none of {device}: {', '.join(kernels)}"
     if choice.kernel == "sdpa":
-        wrong = config not in ((), CUDNN)
-    else:  # tile edges come first
+        wrong, legal = config not in ((), CUDNN), f"[], {list(CUDNN)}"
+    else:
         edges = config[:2]
         wrong = len(edges) < 2 or min(config) < 0 or any(n < 1 or n & (n - 1) for n in edges)
-    return f"config {list(config)} is none of {choice.kernel}" if wrong else ""
+        legal = "two edges of a tile, powers of two, and whole numbers of at least 0"
+    return f"config {list(config)} is none of {choice.kernel}, which has {legal}" if wrong else ""
 
 
 def _choose_by_paper(problem: AttentionProblem, device: str) -> AttentionPlan:
