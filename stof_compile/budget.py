@@ -17,12 +17,14 @@ class Budget:
         trials: candidates that may still be measured, counted down by :meth:`count_trial`; None =
             as many as the seconds allow. A reused trial costs nothing.
         whole: the budget this one is a slice of; it may end first.
+        stopped: the user wants the compile to end.
     """
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
     trials: int | None = None
     whole: Budget | None = None
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         self._end = self.clock() + self.seconds
@@ -50,7 +52,7 @@ class Budget:
 
     def stop(self) -> None:
         """Spend all that is left: the user wants the compile to end."""
-        self._end = self.clock()
+        self._end, self.stopped = self.clock(), True
         if self.whole is not None:
             self.whole.stop()
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from stof_compile.compiled_root import compiled_root, module_paths, path_of, stands_in_root
+from stof_compile.compiled_root import (
+    compiled_root,
+    ends_in_break,
+    module_paths,
+    path_of,
+    stands_in_root,
+)
 from stof_compile.emit import fake_mode_of
 from stof_compile.memory import mark_shared_inputs, mutations, storage_base
 from stof_compile.node_ops import source_text
@@ -50,13 +56,15 @@ class RootPlace:
             is unknown.
         path_known: site paths are relative to the compiled root module.
         whole_model: no graph break: this graph is the whole call of the root.
-        in_root: this graph is a piece of the root's own frame, which a call runs once.
+        at_start: this graph starts where the root starts.
+        cut: it ends in a graph break.
     """
 
     module_paths: Mapping[int, tuple[str, ...]]
     path_known: bool
     whole_model: bool
-    in_root: bool
+    at_start: bool
+    cut: bool
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ def read_capture(gm: GraphModule, example_inputs: Sequence[Any]) -> CaptureFacts
         inference_mode=torch.is_inference_mode_enabled(),
         has_symbolic_shapes=any(_is_symbolic(node) for node in placeholders),
         device=_device(tensors.values()),
-        place=RootPlace(paths, known, at_root, root.in_root),
+        place=RootPlace(paths, known, at_root, root.at_start, ends_in_break(gm)),
         static=StaticValues(gm.graph, buffers),
     )
 

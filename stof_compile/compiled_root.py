@@ -49,11 +49,6 @@ class CompiledRoot:
         """Whether the graph being compiled starts where the root starts."""
         return self.compiling is not None and self.compiling in self.codes
 
-    @property
-    def in_root(self) -> bool:
-        """Whether it is a piece of the root's own frame, which a call runs once."""
-        return self.compiling is not None and _resumed(self.compiling) in self.codes
-
 
 def compiled_root() -> CompiledRoot:
     """Find the object being compiled; to be called while a backend runs."""
@@ -73,15 +68,6 @@ def compiled_root() -> CompiledRoot:
             callback = getattr(frame.f_locals.get("self"), "callback", None)
             return CompiledRoot(found, codes, compiling, callback)
     return CompiledRoot((), frozenset(), compiling)
-
-
-def _resumed(code: CodeType) -> CodeType:
-    """The code whose rest a code made at a graph break is, or itself."""
-    from torch._dynamo.resume_execution import ContinueExecutionCache
-
-    made = ContinueExecutionCache.generated_code_metadata
-    original: CodeType = made[code].code if code in made else code
-    return original
 
 
 def _frames() -> Iterator[FrameType]:
@@ -175,7 +161,7 @@ def path_of(node: Node, paths: Paths) -> tuple[str, ...]:
 def stands_in_root(gm: GraphModule, root: CompiledRoot, paths: Paths) -> tuple[bool, bool]:
     """(paths of nodes are relative to the root, the graph is the whole call of the root)."""
     known = bool(root.modules)
-    whole = _starts_whole(root) and not _ends_in_break(gm)
+    whole = _starts_whole(root) and not ends_in_break(gm)
     for node in gm.graph.nodes:
         stack = module_stack(node)
         if stack and not any(identity in paths for identity, _ in stack):
@@ -193,6 +179,7 @@ def _starts_whole(root: CompiledRoot) -> bool:
     return root.at_start or inlined
 
 
-def _ends_in_break(gm: GraphModule) -> bool:
+def ends_in_break(gm: GraphModule) -> bool:
+    """Whether a graph ends in a graph break, and not with its function."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return bool(getattr(reason, "graph_break", False))

@@ -164,9 +164,10 @@ class Record:
                     f"stof-compile {made}); this one reads format {FORMAT}: read it with the STOF "
                     "that wrote it, or dump again"
                 )
-            body.pop("changes_function", None)
             for name in ("sites", "chains", "packs"):  # which every STOF has written
                 part(body, name, list)
+            if body.pop("changes_function", False) and "masked" not in body:  # written before it
+                body["masked"] = [part(site, "name", str) for site in body["sites"]]
             record = built(Record, {**body, "graphs": dict(graphs or {})})
             for site in record.sites:
                 density = site.statistics.get("density", 1.0)

@@ -47,6 +47,7 @@ logger = logging.getLogger("stof_compile")
 FUSED, ATTENTION_ONLY = "fused", "attention only"
 AHEAD_FROM_S = 30.0  # budgets below are for callers in a hurry
 AHEAD_SHARE = 0.25  # of the budget
+LIKELY_S = 20.0  # that a form takes to compile elsewhere, where that is not known yet
 LOADING_SHARE = 0.35  # of the seconds a form takes to compile, where Inductor has it in its cache
 
 
@@ -122,8 +123,10 @@ class Forms:
         """
         workers = self._workers
         if workers is not None and workers.has(AS_TORCH):
-            if not workers.failed(AS_TORCH):
+            if workers.done(AS_TORCH):
                 return LOADING_SHARE * workers.seconds(AS_TORCH)
+            if not workers.failed(AS_TORCH):
+                return LOADING_SHARE * max(LIKELY_S, workers.seconds(AS_TORCH))
             self._workers = None
             self._compile_ahead()
         ahead = self._ahead

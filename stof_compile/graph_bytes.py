@@ -38,10 +38,13 @@ class UnfitGraphError(Exception):
     """Why a graph is not for another process."""
 
 
-MATMUL = (
-    "allow_tf32", "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
-)  # fmt: skip
+REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+SDPA = (
+    "flash_sdp",
+    "mem_efficient_sdp",
+    "math_sdp",
+    "cudnn_sdp",
+)  # kernels that may be switched off
 
 
 @dataclass(frozen=True)
@@ -49,36 +52,58 @@ class TorchModes:
     """Modes of torch that are part of what a graph is compiled for.
 
     Args:
-        matmul: of products on CUDA, by name. deterministic: whether algorithms have to be, and
-            whether others only warn.
+        dtype: the default one. fp32_precision, reduced: of products on CUDA. sdpa: kernels that
+            are on, by name. deterministic: whether algorithms have to be, whether others only warn,
+            and whether memory that nothing has set is filled. threads: on the CPU.
     """
 
     grad: bool
     inference: bool
-    matmul: tuple[tuple[str, Any], ...]
-    deterministic: tuple[bool, bool]
+    dtype: torch.dtype
+    fp32_precision: str
+    reduced: tuple[tuple[str, Any], ...]
+    sdpa: tuple[tuple[str, bool], ...]
+    deterministic: tuple[bool, bool, bool]
+    threads: int
 
     @classmethod
     def here(cls) -> TorchModes:
-        """Those of this process."""
-        settings = torch.backends.cuda.matmul
+        """Those of this process.
+
+        Raises:
+            RuntimeError: torch cannot tell, since the older and the newer of its ways to choose the
+                precision were mixed.
+        """
+        cuda, sure = torch.backends.cuda, torch.utils.deterministic
+        _ = cuda.matmul.allow_tf32  # Inductor will ask, too
         return cls(
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-            tuple((name, getattr(settings, name)) for name in MATMUL),
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+            cuda.matmul.fp32_precision,
+            tuple((name, getattr(cuda.matmul, name)) for name in REDUCED),
+            tuple((name, getattr(cuda, f"{name}_enabled")()) for name in SDPA),
             (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
+                sure.fill_uninitialized_memory,  # type: ignore[attr-defined]
             ),
+            torch.get_num_threads(),
         )  # fmt: skip
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Compile under them; those without a context of their own stay."""
-        for name, value in self.matmul:
-            if getattr(torch.backends.cuda.matmul, name) != value:
-                setattr(torch.backends.cuda.matmul, name, value)
-        enabled, warn_only = self.deterministic
+        cuda = torch.backends.cuda
+        if cuda.matmul.fp32_precision != self.fp32_precision:
+            cuda.matmul.allow_tf32 = self.fp32_precision == "tf32"  # either way can be read then
+        for name, value in self.reduced:
+            setattr(cuda.matmul, name, value)
+        for name, value in self.sdpa:
+            getattr(cuda, f"enable_{name}")(value)
+        enabled, warn_only, fill = self.deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(self.threads)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
             yield
 
@@ -207,7 +232,12 @@ def to_bytes(gm: GraphModule, inputs: Sequence[Any]) -> bytes:
         data = pickle.dumps(_GraphData(nodes, buffers, values, meta, held))
     except Exception as failure:  # a source may hold anything, the key of a dict for instance
         raise UnfitGraphError(f"it cannot be pickled: {failure!r}") from failure
-    _Reader(io.BytesIO(data)).load()
+    try:
+        _Reader(io.BytesIO(data)).load()
+    except UnfitGraphError:
+        raise
+    except Exception as failure:
+        raise UnfitGraphError(f"it cannot be read again: {failure!r}") from failure
     return data
 
 

@@ -87,8 +87,8 @@ def refuse_other_attention(
         f"plan {where} was made for this graph ({about}) and no longer fits: it does not have "
         f"{len(asked)} of the {len(attention)} attention problems of this graph (chosen here: "
         f"{_kernels(asked)}), and has {len(held)} others (chosen there: {_kernels(held)}). The "
-        "mask, fp8 and TF32 are part of a problem: give the options that the plan was made with, "
-        "or tune again"
+        "mask, also one in a buffer of the model, fp8 and TF32 are part of a problem: give what "
+        "the plan was made with, or tune again"
     )
 
 

@@ -226,8 +226,18 @@ def damaged_files(root: Path, environment: str = "") -> list[Path]:
     return [
         path
         for path in _stored_files(root)
-        if (not own or path.parents[1].name == own) and isinstance(_parsed(path), str)
+        if (not own or path.parents[1].name == own) and _is_damaged(path)
     ]
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether the contents are none of ours; not where they cannot be looked at now."""
+    try:
+        return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+    except OSError:
+        return False
+    except (ValueError, RecursionError):
+        return True
 
 
 def clear(root: Path) -> int:

@@ -160,24 +160,22 @@ def warn_of_lost_mask(record: Record) -> None:
 def check_at_second_call(
     record: Record, facts: CaptureFacts, opts: StofOptions
 ) -> Callable[[], None] | None:
-    """A check for a piece of a function of which it cannot be told yet whether others take the
-    mask; None where it can.
+    """A check for the first piece of a function, of which it cannot be told yet whether others take
+    the mask; None for all other graphs.
 
-    When the function is called again, all its pieces were compiled, and attention that is in none
-    of them ran without STOF.
+    It runs once a call. At the second one the pieces of the first were compiled: attention that is
+    in none of them ran without STOF. A warning only, under ``strict`` too: the first call may have
+    failed between two pieces, and another branch may have attention.
     """
-    if opts.mask is None or record.masked or _is_whole(facts) or not facts.place.in_root:
+    if opts.mask is None or record.masked or _is_whole(facts) or not facts.place.at_start:
         return None
-    return partial(_refuse_mask_in_vain, _fate(), record, opts.strict)
+    return partial(_warn_of_mask_in_vain, _fate(), record)
 
 
-def _refuse_mask_in_vain(fate: MaskFate, record: Record, strict: bool) -> None:
-    if fate.taken or fate.said:
-        return
-    if strict:
-        raise StofMaskError(NOWHERE + " (strict=True)")
-    record.notes.append(NOWHERE)
-    fate.say(NOWHERE)
+def _warn_of_mask_in_vain(fate: MaskFate, record: Record) -> None:
+    if not (fate.taken or fate.said):
+        record.notes.append(NOWHERE)
+        fate.say(NOWHERE)
 
 
 def _fate() -> MaskFate:

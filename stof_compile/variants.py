@@ -39,20 +39,24 @@ def with_variants(
     Args:
         compile_again: (inputs, options, constant) -> the captured graph compiled once more; not
             ``constant``: buffers are read at run time.
-        second_call: called before the graph runs for the second time, and again while it raises.
+        second_call: called when the graph has run for the second time.
     """
     calls, due = count(), [] if second_call is None else [second_call]
     variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def run(*inputs: Any) -> Any:
+        result = variant_for(inputs)(*inputs)
         if due and next(calls) > 0:
             for check in tuple(due):  # another thread may be through with it
                 check()
             due.clear()
+        return result
+
+    def variant_for(inputs: Sequence[Any]) -> Callable[..., Any]:
         kernel = current_override()
         constant = folded.unchanged(inputs)
         if kernel is None and constant:
-            return compiled(*inputs)
+            return compiled
         shapes = (tuple(i.shape) if isinstance(i, torch.Tensor) else i for i in inputs)
         key = (kernel, constant, *shapes)
         if key not in variants:
@@ -61,7 +65,7 @@ def with_variants(
                     forced = opts if kernel is None else replace(opts, attention=kernel)
                     forced = replace(forced, dump_dir=None)
                     variants[key] = _compiled(compile_again, inputs, forced, constant)
-        return variants[key](*inputs)
+        return variants[key]
 
     run.stof_record = record  # type: ignore[attr-defined]
     return run

@@ -209,12 +209,15 @@ def _has_time(
     name: str, budget: Budget, ahead: CompiledAhead | None, workers: FormWorkers | None
 ) -> bool:
     """Whether a form behind the first takes part."""
+    here = not budget.spent and (ahead is None or budget.left >= ahead.seconds)
     if workers is None or not workers.has(name):
-        return not budget.spent and (ahead is None or budget.left >= ahead.seconds)
+        return here
+    if budget.stopped:
+        return workers.done(name)
     if name == AS_TORCH:  # we promise never to be slower
         workers.wait(name, None)
         return True
-    return workers.wait(name, budget)  # if it was compiled, little is left to do
+    return here and (workers.wait(name, budget) or not budget.spent)
 
 
 def compile_for_timing(

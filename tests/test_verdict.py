@@ -211,14 +211,15 @@ class Elsewhere:
         self.bench.events.append(f"waited for {name}" + (", in time" if budget else ""))
         return self.ends[name]
 
+    def done(self, name):
+        return self.ends[name]
+
     def seconds(self, name):
         return 1.0
 
 
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_what_other_processes_compiled_is_taken_without_time_too(bench, seconds):
-    workers = Elsewhere(bench, True, True)
-    found = decide(bench, seconds=seconds, workers=workers)
+def test_what_other_processes_compiled_is_taken(bench):
+    found = decide(bench, workers=Elsewhere(bench, True, True))
     assert bench.events == [
         "fused", f"waited for {NAMES[1]}", NAMES[1], "waited for attention only, in time", NAMES[2],
     ]  # fmt: skip
@@ -232,3 +233,20 @@ def test_the_graph_of_torch_compile_takes_part_whatever_becomes_of_the_process(b
     bench.events.clear()
     decide(bench, workers=Elsewhere(bench), seconds=5.0)  # none was sent: the budget holds
     assert bench.events == ["fused", NAMES[1]]
+
+
+def test_a_form_that_failed_there_is_compiled_here_while_there_is_time(bench):
+    found = decide(bench, workers=Elsewhere(bench, True, False))
+    assert set(found.verdict.times_us) == set(NAMES) and not found.verdict.unfinished_s
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_after_an_interrupt_nothing_is_waited_for(bench, done):
+    budget = bench.budget(60.0)
+    budget.stop()
+    opts, forms, workers = StofOptions(), bench.forms(), Elsewhere(bench, done, False)
+    found = fastest_form(
+        forms, (torch.zeros(()),), CPU, opts, None, "a graph", budget, None, workers
+    )
+    assert bench.events == ["fused", NAMES[1]][: 1 + done]
+    assert (found.verdict.winner, bool(found.verdict.unfinished_s)) == ("fused", True)

@@ -111,7 +111,7 @@ def _candidates(
         elif name == "_transformer_encoder_layer_fwd":
             found = Mismatch("a fused nn.TransformerEncoderLayer on nested tensors stays one call")
         if found is None:
-            found = unmatched_attention(node)
+            found = unmatched_attention(node, facts.place.cut)
         if transforms and isinstance(found, dict) and found["form"] in ("sdpa", "softmax"):
             found = Mismatch(
                 f"{transforms[0]} in this graph, which STOF's operators have no rule for"

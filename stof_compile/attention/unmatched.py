@@ -29,8 +29,12 @@ ON_THE_WAY = frozenset({"div", "mul", "contiguous", "clone", "dropout"})  # from
 MOST_STEPS = 16  # of such operations
 
 
-def unmatched_attention(node: Node) -> Mismatch | None:
-    """Why a node belongs to an attention that stays; None where nothing says that it does."""
+def unmatched_attention(node: Node, cut: bool) -> Mismatch | None:
+    """Why a node belongs to an attention that stays; None where nothing says that it does.
+
+    Args:
+        cut: the graph ends in a graph break; what leaves another one is a result of the function.
+    """
     name = operation(node)
     if raw_name(node).startswith(KERNELS) and not name.endswith("_backward"):
         return Mismatch(f"'{raw_name(node)}' is called by name", maskable=False)
@@ -48,7 +52,7 @@ def unmatched_attention(node: Node) -> Mismatch | None:
             return Mismatch("its scores come from outside of this graph", maskable=False)
     elif any(swaps_last_two(user) and _reaches_product(user) for user in node.users):
         return Mismatch("its softmax runs over the first position of the scores", maskable=False)
-    elif any(user.op == "output" for user in node.users):
+    elif cut and any(user.op == "output" for user in node.users):
         return Mismatch("its weights leave this graph before their product with the values")
     return None
 

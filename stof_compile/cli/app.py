@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,10 @@ INTERRUPTED = 128 + 2  # the same of SIGINT
 INTERRUPTED_WORDS = (
     "interrupted before the end; call it again, it goes on with what was measured until now (in "
     "the cache)"
+)
+OF_PLACES = frozenset(
+    getattr(errno, name)
+    for name in ("EACCES", "EDQUOT", "EISDIR", "ENOENT", "ENOSPC", "ENOTDIR", "EPERM", "EROFS")
 )
 DYNAMO_TRAILERS = ("\n\nfrom user code:\n", "\n\nSet TORCHDYNAMO_VERBOSE=1")
 """What Dynamo appends to an error that went through it, about its own internals."""
@@ -109,9 +114,12 @@ def _told(error: Exception) -> tuple[int | None, str]:
     """Exit code and message of an error that a user can do something about; None for ours."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
+        what = f"{where}{error.strerror or error}"
+        if error.errno not in OF_PLACES:  # whatever a user's own function met
+            return 1, f"{what} ({type(error).__name__})"
         return 1, (
-            f"{where}{error.strerror or error}: make room, or name a place that can be read and "
-            "written to (options of this command; XDG_CACHE_HOME moves the user's cache)"
+            f"{what}: make room, or name a place that can be read and written to (options of this "
+            "command; XDG_CACHE_HOME moves the user's cache)"
         )
     if isinstance(error, ModuleNotFoundError):
         known = error.name == "torch"

@@ -182,7 +182,8 @@ def _out_of_reach(model: nn.Module, attention: Mapping[str, nn.Module]) -> list[
 
 def _computes_weights(kind: type[nn.Module]) -> bool:
     functions = [inspect.unwrap(f) for f in vars(kind).values() if inspect.isfunction(f)]
-    return any(WEIGHTS.intersection(f.__code__.co_names) for f in functions)
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return any(code is not None and WEIGHTS.intersection(code.co_names) for code in codes)
 
 
 def attend(

@@ -20,8 +20,9 @@ from torch.fx import GraphModule
 from stof_compile.budget import Budget
 from stof_compile.device import cuda_index
 from stof_compile.graph_bytes import TorchModes, UnfitGraphError, to_bytes
+from stof_compile.node_ops import dtype_of, operation, shape_of
 from stof_compile.search.compile_pool import CompilePool, FormJob, worker_count
-from stof_compile.search.library import inductor_settings
+from stof_compile.search.library import OWN_SETTINGS, inductor_settings, is_plain
 from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger("stof_compile")
@@ -30,10 +31,14 @@ PATIENCE_S = 30.0
 LEAST_WORKERS = 4  # with fewer, candidates would wait for a whole graph
 TIMING = (
     "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning",
-    "benchmark_kernel", "benchmark_fusion", "triton.multi_kernel", "freezing",
+    "benchmark_kernel", "benchmark_fusion", "benchmark_combo_kernel", "triton.multi_kernel",
+    "cpp_wrapper", "freezing",
 )  # fmt: skip
 """Settings under which Inductor times kernels while it compiles, which a process that launches
 nothing cannot, or reads the values of weights."""
+
+
+PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
 
 
 @dataclass
@@ -68,25 +73,28 @@ class FormWorkers:
         Returns:
             Whether it was sent; the log says why not.
         """
-        reason = _unfit(settings, self.device) if self.pool.alive else "there is no process left"
-        if not reason:
-            try:
-                form = to_bytes(gm, inputs)
-            except UnfitGraphError as failure:
-                reason = str(failure)
-        if reason:
+        try:
+            reason = _unfit(gm, settings, self.device) if self.pool.alive else "no process is left"
+            job = None if reason else self._job(name, gm, inputs, settings)
+        except (UnfitGraphError, RuntimeError) as failure:
+            job, reason = None, str(failure)
+        if job is None:
             log.debug("%s is compiled in this process: %s", name, reason)
             return False
+        sent = self._sent[name] = _Sent(self.pool.submit(job), time.monotonic())
+        sent.future.add_done_callback(lambda _: sent.note(time.monotonic()))
+        return True
+
+    def _job(
+        self, name: str, gm: GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
+    ) -> FormJob:
         cuda = self.device.type == "cuda"
-        job = FormJob(
-            name, form, pickle.dumps(dict(settings)), inductor_settings(),
+        return FormJob(
+            name, to_bytes(gm, inputs), pickle.dumps(dict(settings)), inductor_settings(),
             f"cuda:{cuda_index(self.device)}" if cuda else str(self.device),
             TritonEnvironment.of_this_process(self.device),
             TorchModes.here(),
         )  # fmt: skip
-        sent = self._sent[name] = _Sent(self.pool.submit(job), time.monotonic())
-        sent.future.add_done_callback(lambda _: sent.note(time.monotonic()))
-        return True
 
     def seconds(self, name: str) -> float:
         """Seconds that a form took, or has taken so far; 0 where it was not sent, or failed."""
@@ -94,6 +102,11 @@ class FormWorkers:
         if sent is None or self.failed(name):
             return 0.0
         return time.monotonic() - sent.begun if sent.seconds is None else sent.seconds
+
+    def done(self, name: str) -> bool:
+        """Whether a form was compiled."""
+        sent = self._sent.get(name)
+        return sent is not None and sent.future.done() and _succeeded(sent.future)
 
     @property
     def busy(self) -> bool:
@@ -144,17 +157,34 @@ def _succeeded(future: Future[str]) -> bool:
     return not future.cancelled() and not future.result()
 
 
-def _unfit(settings: Mapping[str, Any], device: torch.device) -> str:
+def _unfit(gm: GraphModule, settings: Mapping[str, Any], device: torch.device) -> str:
     """Why a graph under these settings of Inductor is not for another process."""
     import torch._inductor.config as config
 
-    if not inductor_settings():
-        return "the settings of Inductor cannot be copied"
     held = {**config.get_config_copy(), **settings}
+    if any(not is_plain(v) for k, v in held.items() if not k.startswith(OWN_SETTINGS)):
+        return "a setting of Inductor is code"
     for name in TIMING:
         if held.get(name):
             return f"Inductor's {name} is on"
     disabled = settings.get("force_disable_caches", config.force_disable_caches)
     if not held["fx_graph_cache"] or disabled:
         return "Inductor's cache is off"
-    return "autocast is on" if torch.is_autocast_enabled(device.type) else ""
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    pads = held.get("shape_padding") and not held.get("deterministic") and device.type == "cuda"
+    return _padded(gm) if pads else ""
+
+
+def _padded(gm: GraphModule) -> str:
+    """Why Inductor would time a product of a graph to see whether padding it pays."""
+    for node in gm.graph.nodes:
+        if operation(node) not in PRODUCTS:
+            continue
+        for value in (node, *node.all_input_nodes):
+            dtype, shape = dtype_of(value), shape_of(value) or ()
+            if dtype is None or not dtype.is_floating_point or len(shape) < 2:
+                continue
+            if any(n % (16 // dtype.itemsize) for n in shape[-2:] if isinstance(n, int)):
+                return f"Inductor may time {node.name} to see whether padding it pays"
+    return ""

@@ -99,12 +99,13 @@ def inductor_settings() -> bytes:
     except Exception as failure:  # a copy of a pass of the user's may raise anything
         log.debug("settings of Inductor cannot be copied: %r", failure)
         return b""
-    return pickle.dumps({k: v for k, v in held if not k.startswith(OWN_SETTINGS) and _is_plain(v)})
+    return pickle.dumps({k: v for k, v in held if not k.startswith(OWN_SETTINGS) and is_plain(v)})
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a setting is made of numbers, texts and collections of them, and no code."""
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(kept) for key, kept in value.items())
+        return all(is_plain(key) and is_plain(kept) for key, kept in value.items())
     if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, str)

@@ -186,6 +186,9 @@ class FakeWorkers:
     def seconds(self, name):
         return 0.0 if self.fails or not self.has(name) else self.takes_s
 
+    def done(self, name):
+        return self.has(name) and not (self.fails or self.busy)
+
     def wait(self, name, budget):
         self.compiled.append(f"waited: {name}")
         return not self.fails

@@ -62,6 +62,14 @@ def test_a_worker_that_dies_is_not_waited_for(pool, workers):
     assert not workers.has("fits")
 
 
+def test_what_torch_cannot_tell_of_its_precision_stays_here(workers, monkeypatch):
+    def mixed():
+        raise RuntimeError("legacy and new APIs")
+
+    monkeypatch.setattr(form_workers_module.TorchModes, "here", mixed)
+    assert not workers.send("fits", GRAPH, INPUTS, {})
+
+
 def test_nothing_is_waited_for_beyond_the_budget(workers):
     workers.send("slow", GRAPH, INPUTS, {})
     assert not workers.wait("slow", Budget(0.05))
@@ -90,6 +98,33 @@ def test_settings_that_another_process_cannot_follow(workers, patch, settings):
     with inductor.config.patch(patch):
         assert not workers.send("fits", GRAPH, INPUTS, settings)
     assert workers.send("fits", GRAPH, INPUTS, {})
+
+
+def test_settings_that_are_code_stay_here(workers):
+    def own_pass(graph):
+        return graph
+
+    assert not workers.send("fits", GRAPH, INPUTS, {"post_grad_custom_post_pass": own_pass})
+    with inductor.config.patch({"post_grad_custom_post_pass": own_pass}):
+        assert not workers.send("fits", GRAPH, INPUTS, {})
+    assert not workers.has("fits")
+
+
+def test_products_that_inductor_may_pad_are_compiled_here(monkeypatch):
+    def graph(rows, columns):
+        made = torch.fx.Graph()
+        x, w = made.placeholder("x"), made.placeholder("w")
+        y = made.call_function(nn.functional.linear, (x, w))
+        made.output((y,))
+        for node, shape in ((x, (rows, 64)), (w, (columns, 64)), (y, (rows, columns))):
+            node.meta["example_value"] = torch.empty(shape, dtype=torch.float16)
+        return torch.fx.GraphModule(nn.Module(), made)
+
+    unfit, cuda = form_workers_module._unfit, torch.device("cuda")
+    assert unfit(graph(128, 256), {}, cuda) == ""
+    assert "padding" in unfit(graph(128, 50257), {}, cuda)
+    assert unfit(graph(128, 50257), {"shape_padding": False}, cuda) == ""
+    assert unfit(graph(128, 50257), {}, CPU) == ""
 
 
 def test_graphs_of_the_users_own_functions_are_compiled_here(workers):
@@ -130,8 +165,15 @@ def own_modes():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.set_default_dtype(torch.float64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
     with inductor.config.patch({"cpp.simdlen": 1}):
         yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    torch.backends.cuda.enable_flash_sdp(True)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision(before)
 
