@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
+PROJECT = Path(__file__).resolve().parent.parent
 LOG_FIELDS = ("cell", "peer", "variant", "kind", "reason")
 
 
@@ -83,6 +84,7 @@ def log_event(
     out: Path, cell: str, peer: str, variant: str, kind: str, reason: str, *, loud: bool = True
 ) -> None:
     """Record why there is no row; kind is ``missing`` | ``error`` | ``incorrect`` | ``note``."""
+    reason = reason.replace(f"{PROJECT}/", "")  # of a traceback: no path of this machine
     row = {"cell": cell, "peer": peer, "variant": variant, "kind": kind, "reason": reason[:600]}
     append_row(log_path(out), LOG_FIELDS, row)
     if loud:

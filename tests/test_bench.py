@@ -335,3 +335,13 @@ def test_every_command_with_rows_has_columns(driver, tmp_path):
             check_columns(Namespace(command=name, sweep=sweep, out=out))  # there is no file yet
     out.write_text("")
     check_columns(Namespace(command="mask", sweep=False, out=out))
+
+
+def test_a_log_names_no_folder_of_this_machine(bench_path, tmp_path):
+    import results
+
+    out = tmp_path / "rows.csv"
+    reason = f'RuntimeError: no memory\n  File "{ROOT}/bench/attention.py", line 1, in measure'
+    results.log_event(out, "1x128", "stof", "option", "error", reason, loud=False)
+    (row,) = rows_of(results.log_path(out))
+    assert 'File "bench/attention.py", line 1' in row["reason"] and str(ROOT) not in row["reason"]
