@@ -47,8 +47,10 @@ logger = logging.getLogger("stof_compile")
 FUSED, ATTENTION_ONLY = "fused", "attention only"
 AHEAD_FROM_S = 30.0  # budgets below are for callers in a hurry
 AHEAD_SHARE = 0.25  # of the budget
-LIKELY_S = 20.0  # that a form takes to compile elsewhere, where that is not known yet
-LOADING_SHARE = 0.35  # of the seconds a form takes to compile, where Inductor has it in its cache
+LIKELY_S = 20.0  # that a form takes elsewhere, while not known: 16 to 24 for LLaMA on H100 hosts
+# Part of the seconds of a form's compilation that is left where Inductor has it in its cache. A
+# guess, and a large one: 0.19 in one run on a CPU, not measured on a GPU.
+LOADING_SHARE = 0.35
 
 
 class Forms:
@@ -128,7 +130,8 @@ class Forms:
             if not workers.failed(AS_TORCH):
                 return LOADING_SHARE * max(LIKELY_S, workers.seconds(AS_TORCH))
             self._workers = None
-            self._compile_ahead()
+            if not self._budget.stopped:  # Ctrl-C ends those processes, too
+                self._compile_ahead()
         ahead = self._ahead
         return 0.0 if ahead is None or ahead.compiled is None else ahead.seconds
 

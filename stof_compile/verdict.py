@@ -133,8 +133,8 @@ def fastest_form(
             user waits for anyway, takes nothing from it.
         ahead: a form that was compiled before; no other one is begun with less time left than it
             took.
-        workers: processes that compile some of the forms; what they have compiled is taken whether
-            there is time left or not, and that as torch.compile runs it is waited for.
+        workers: processes that compile some of the forms. That as torch.compile runs it is waited
+            for, and takes part whether there is time left or not; the user's Ctrl-C ends that.
     """
     launched = device.type == "cuda" and not is_replayed(opts)
     told = [identity, sorted(forms), "shortest to call" if launched else ""]

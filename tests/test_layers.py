@@ -29,7 +29,14 @@ LAYERS: tuple[frozenset[str], ...] = (
             "seen_tensors",
             "static_values",
         }  # parts of normalize, capture
-        | {"graph_copy", "graph_key", "graph_bytes", "progress", "triton_environment"}
+        | {
+            "graph_copy",
+            "graph_key",
+            "graph_bytes",
+            "torch_modes",
+            "progress",
+            "triton_environment",
+        }
         | {"inductor", "kernel_facts", "register_limit"}
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}

@@ -24,7 +24,7 @@ from queue import PriorityQueue
 from typing import IO, Any
 
 from stof_compile.fusion.recipe import Recipe
-from stof_compile.graph_bytes import TorchModes
+from stof_compile.torch_modes import TorchModes
 from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger("stof_compile")

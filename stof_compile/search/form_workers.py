@@ -19,10 +19,11 @@ from torch.fx import GraphModule
 
 from stof_compile.budget import Budget
 from stof_compile.device import cuda_index
-from stof_compile.graph_bytes import TorchModes, UnfitGraphError, to_bytes
+from stof_compile.graph_bytes import UnfitGraphError, to_bytes
 from stof_compile.node_ops import dtype_of, operation, shape_of
 from stof_compile.search.compile_pool import CompilePool, FormJob, worker_count
 from stof_compile.search.library import OWN_SETTINGS, inductor_settings, is_plain
+from stof_compile.torch_modes import TorchModes
 from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger("stof_compile")
@@ -36,8 +37,6 @@ TIMING = (
 )  # fmt: skip
 """Settings under which Inductor times kernels while it compiles, which a process that launches
 nothing cannot, or reads the values of weights."""
-
-
 PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
 
 

@@ -261,6 +261,22 @@ def test_a_form_that_could_not_be_compiled_there_is_compiled_here_before_the_sea
     ]  # fmt: skip
 
 
+def test_a_form_that_an_interrupt_ended_there_is_not_compiled_here(
+    compiles, workers, gather, fresh_dynamo, tmp_path, monkeypatch
+):
+    """A terminal's Ctrl-C reaches the processes that compile as well."""
+    workers(fails=True)
+    chosen = forms.Forms.attention_chosen
+
+    def interrupted(self, choices):
+        chosen(self, choices)
+        self._budget.stop()
+
+    monkeypatch.setattr(forms.Forms, "attention_chosen", interrupted)
+    out, _ = run(Packable().eval(), torch.randn(1, 1024, 64), tmp_path)
+    assert out.isfinite().all() and "ahead" not in compiles
+
+
 def test_workers_that_are_busy_are_kept_until_the_forms_are_compared(
     compiles, workers, gather, fresh_dynamo, tmp_path
 ):
