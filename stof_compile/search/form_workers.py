@@ -7,6 +7,7 @@ of a graph has it without lowering and compiling it once more.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ TIMING = (
 """Settings under which Inductor times kernels while it compiles, which a process that launches
 nothing cannot, or reads the values of weights."""
 PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm")
+ROWS_ONLY = ("linear", "mm", "addmm")  # batches become rows; in the others they may stay apart
+ADDED_TO = ("addmm", "baddbmm")  # their first argument is added to the product of the next two
 
 
 @dataclass
@@ -176,14 +179,40 @@ def _unfit(gm: GraphModule, settings: Mapping[str, Any], device: torch.device) -
 
 
 def _padded(gm: GraphModule) -> str:
-    """Why Inductor would time a product of a graph to see whether padding it pays."""
+    """Why Inductor would time a product of a graph to see whether padding it pays.
+
+    It does so where a size is not aligned and arithmetic, not memory, bounds the product.
+    """
     for node in gm.graph.nodes:
         if operation(node) not in PRODUCTS:
             continue
-        for value in (node, *node.all_input_nodes):
-            dtype, shape = dtype_of(value), shape_of(value) or ()
-            if dtype is None or not dtype.is_floating_point or len(shape) < 2:
-                continue
-            if any(n % (16 // dtype.itemsize) for n in shape[-2:] if isinstance(n, int)):
+        dtype, out = dtype_of(node), shape_of(node) or ()
+        operands = [*node.args, *node.kwargs.values()][operation(node) in ADDED_TO :]
+        rows = shape_of(operands[0]) or () if operands else ()
+        if dtype is None or not dtype.is_floating_point or not all(map(_known, (out, rows))):
+            continue
+        *outer, columns = out
+        *_, inner = rows
+        flat = operation(node) in ROWS_ONLY
+        for m in {math.prod(outer)} if flat else {outer[-1], math.prod(outer)}:
+            sizes = m, inner, columns
+            aligned = all(n == 1 or n % (16 // dtype.itemsize) == 0 for n in sizes)
+            if not aligned and _bound_by_arithmetic(*sizes, dtype):
                 return f"Inductor may time {node.name} to see whether padding it pays"
     return ""
+
+
+def _known(shape: Sequence[Any]) -> bool:
+    """Whether a shape is that of a matrix, or of several, in numbers."""
+    return len(shape) > 1 and all(isinstance(size, int) for size in shape)
+
+
+def _bound_by_arithmetic(m: int, k: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether Inductor takes a product for bound by arithmetic; True where it can't be asked."""
+    try:
+        from torch._inductor.fx_passes.pad_mm import is_mm_compute_bound
+
+        return bool(is_mm_compute_bound(m, k, n, dtype))
+    except Exception as failure:  # its own function, of another version of torch
+        log.debug("whether products are padded is not known: %r", failure)
+        return True

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import _inductor as inductor
 from torch import nn
+from torch._inductor.fx_passes import pad_mm
 from torch.fx import symbolic_trace
 from worker_echo import ECHO, job
 
@@ -111,21 +112,61 @@ def test_settings_that_are_code_stay_here(workers):
     assert not workers.has("fits")
 
 
-def test_products_that_inductor_may_pad_are_compiled_here(monkeypatch):
-    def graph(rows, columns):
-        made = torch.fx.Graph()
-        x, w = made.placeholder("x"), made.placeholder("w")
-        y = made.call_function(nn.functional.linear, (x, w))
-        made.output((y,))
-        for node, shape in ((x, (rows, 64)), (w, (columns, 64)), (y, (rows, columns))):
-            node.meta["example_value"] = torch.empty(shape, dtype=torch.float16)
-        return torch.fx.GraphModule(nn.Module(), made)
+def product(target, *shapes, dtype=torch.float16):
+    """A graph of one product: of ``shapes[:-1]``, into the last of them."""
+    made = torch.fx.Graph()
+    operands = [made.placeholder(f"x{i}") for i in range(len(shapes) - 1)]
+    y = made.call_function(target, tuple(operands))
+    made.output((y,))
+    for node, shape in zip((*operands, y), shapes, strict=True):
+        node.meta["example_value"] = torch.empty(shape, dtype=dtype, device="meta")
+    return torch.fx.GraphModule(nn.Module(), made)
 
+
+def asks(monkeypatch):
+    """Have Inductor's question answered without a GPU; the sizes that were asked for."""
+    asked = []
+
+    def is_mm_compute_bound(*sizes_and_dtype):
+        asked.append(sizes_and_dtype[:3])
+        m, k, n, _ = sizes_and_dtype
+        return m * n * k / (m * k + n * k + m * n) > 100
+
+    monkeypatch.setattr(pad_mm, "is_mm_compute_bound", is_mm_compute_bound)
+    return asked
+
+
+def test_products_that_inductor_may_pad_are_compiled_here(monkeypatch):
+    asks(monkeypatch)
+    linear = nn.functional.linear
     unfit, cuda = form_workers_module._unfit, torch.device("cuda")
-    assert unfit(graph(128, 256), {}, cuda) == ""
-    assert "padding" in unfit(graph(128, 50257), {}, cuda)
-    assert unfit(graph(128, 50257), {"shape_padding": False}, cuda) == ""
-    assert unfit(graph(128, 50257), {}, CPU) == ""
+    assert unfit(product(linear, (512, 768), (256, 768), (512, 256)), {}, cuda) == ""
+    head = product(linear, (4, 128, 768), (50257, 768), (4, 128, 50257))
+    assert "padding" in unfit(head, {}, cuda)
+    assert unfit(head, {"shape_padding": False}, cuda) == ""
+    assert unfit(head, {}, CPU) == ""
+
+
+def test_products_that_inductor_pads_without_timing_or_not_at_all_may_go(monkeypatch):
+    asked = asks(monkeypatch)
+    unfit, cuda = form_workers_module._unfit, torch.device("cuda")
+    rotary = product(torch.matmul, (1, 32, 1), (1, 1, 128), (1, 32, 128), dtype=torch.float32)
+    assert unfit(rotary, {}, cuda) == "" and not asked  # a size of one is not padded
+    tokens = product(nn.functional.linear, (8, 513, 768), (768, 768), (8, 513, 768))
+    assert unfit(tokens, {}, cuda) == "" and not asked  # 4,104 rows
+    small = product(torch.addmm, (100,), (64, 32), (32, 100), (64, 100))
+    assert unfit(small, {}, cuda) == "" and asked == [(64, 32, 100)]  # memory bounds it
+    asked.clear()
+    assert "padding" in unfit(
+        product(torch.bmm, (9, 300, 768), (9, 768, 300), (9, 300, 300)), {}, cuda
+    )
+    assert asked and set(asked) <= {(300, 768, 300), (2700, 768, 300)}
+
+
+def test_what_inductor_cannot_be_asked_is_taken_for_padded(monkeypatch):
+    monkeypatch.delattr(pad_mm, "is_mm_compute_bound")
+    small = product(torch.mm, (64, 32), (32, 100), (64, 100))
+    assert "padding" in form_workers_module._unfit(small, {}, torch.device("cuda"))
 
 
 def test_graphs_of_the_users_own_functions_are_compiled_here(workers):
