@@ -47,10 +47,11 @@ logger = logging.getLogger("stof_compile")
 FUSED, ATTENTION_ONLY = "fused", "attention only"
 AHEAD_FROM_S = 30.0  # budgets below are for callers in a hurry
 AHEAD_SHARE = 0.25  # of the budget
-LIKELY_S = 20.0  # that a form takes elsewhere, while not known: 16 to 24 for LLaMA on H100 hosts
-# Part of the seconds of a form's compilation that is left where Inductor has it in its cache. A
-# guess, and a large one: 0.19 in one run on a CPU, not measured on a GPU.
-LOADING_SHARE = 0.35
+LIKELY_S = 20.0  # that a form takes elsewhere, while not known: 23 to 39 on busy H100 hosts
+# Seconds that a form takes where Inductor has it in its cache, as part of those that the form as
+# torch.compile runs it took elsewhere: 0.08 to 0.17 on H100 hosts (LLaMA, T5, BERT, GPT2 at
+# 1 x 128), 0.19 on a CPU; one run each.
+LOADING_SHARE = 0.2
 
 
 class Forms:

@@ -2,12 +2,14 @@
 
 Triton keeps what it compiles on disk, under a key of source, arguments and options. A worker makes
 the same call as the timing process with launches switched off, so that the timing process finds
-every kernel there. Workers are plain ``python -m`` processes: nothing of the user's program is
-imported again. They are an optimisation only: what a worker cannot do, the timing process does.
+every kernel there. Workers are forked by a process of its own (``fork_server.py``), not by the
+user's: nothing of the user's program is imported again, and it may use threads and a GPU. They are
+an optimisation only: what a worker cannot do, the timing process does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -18,18 +20,28 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from queue import PriorityQueue
 from typing import IO, Any
 
+import torch
+
 from stof_compile.fusion.recipe import Recipe
+from stof_compile.search.fork_server import CUDA
 from stof_compile.torch_modes import TorchModes
 from stof_compile.triton_environment import TritonEnvironment
 
 log = logging.getLogger("stof_compile")
 
 WORKER_MODULE = "stof_compile.search.compile_worker"
+FORK_SERVER = str(Path(__file__).with_name("fork_server.py"))
+SETTINGS = {
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a worker has no pool
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU must not begin to use it before a fork
+}
 MAX_WORKERS = 12
 LAST_WORDS = 2000  # bytes of a worker's standard error that are told when it ends
 
@@ -97,44 +109,92 @@ class FormJob:
 AnyJob = Job | AttentionJob | FormJob
 
 
+@dataclass
+class _Worker:
+    """One worker, seen from here.
+
+    Args:
+        jobs, answers: the ends of its pipes. said: what it writes to standard error.
+    """
+
+    jobs: IO[bytes]
+    answers: IO[bytes]
+    said: IO[bytes]
+    exit_code: int | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        for file in (self.jobs, self.answers, self.said):
+            with contextlib.suppress(OSError):  # a pipe whose other end is closed
+                file.close()
+
+
 class CompilePool:
     """Workers and the jobs they still have to do.
 
     Args:
         workers: how many; they are started at once and take jobs when they are ready.
-        command: how a worker is started; tests pass their own.
+        module: what a worker is: it has a ``main()``; tests pass their own.
+        cuda: whether workers use a GPU.
     Attributes:
         ready: whether a worker has started.
     Raises:
         OSError, ValueError: no process can be started.
     """
 
-    def __init__(self, workers: int, command: list[str] | None = None) -> None:
+    def __init__(self, workers: int, module: str = WORKER_MODULE, *, cuda: bool = False) -> None:
         self._jobs: PriorityQueue[tuple[int, int, _Item]] = PriorityQueue()
         self._numbers = count()  # jobs of a kind keep their order
         self._beginning = threading.Lock()
         self._closed = False
         self._started = time.monotonic()
         self.ready = False
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._threads: list[threading.Thread] = []
-        started = command or [sys.executable, "-m", WORKER_MODULE]
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker has no pool
+        self._workers: list[_Worker] = []
         try:
-            for _ in range(workers):
-                self._start(started, environment)
-        except BaseException:  # those that were started do not stay
-            self.close()
+            self._server = self._start(workers, [module, *[CUDA] * cuda])
+        except BaseException:
+            for worker in self._workers:
+                worker.close()
             raise
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), daemon=True)
+            for worker in self._workers
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        said = tempfile.TemporaryFile()  # noqa: SIM115 (what it says of its end; _serve closes it)
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, env=environment)
-        thread = threading.Thread(target=self._serve, args=(process, said), daemon=True)
-        self._processes.append(process)
-        self._threads.append(thread)
-        thread.start()
+    def _start(self, workers: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+        """Open the files of the workers, and start the process that forks them."""
+        with ExitStack() as theirs:  # ends of pipes that the workers have
+            files = [self._open(theirs) for _ in range(workers)]
+            named = [":".join(map(str, own)) for own in files]
+            return subprocess.Popen(
+                [sys.executable, FORK_SERVER, *arguments, *named],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._workers[0].said,
+                pass_fds=[file for own in files for file in own],
+                env={**os.environ, **SETTINGS},
+            )  # fmt: skip
+
+    def _open(self, theirs: ExitStack) -> tuple[int, int, int]:
+        """Open the files of one worker; its standard input, output and error."""
+        said = tempfile.TemporaryFile()  # noqa: SIM115 (_Worker.close does)
+        (job, jobs), (answers, answer) = os.pipe(), os.pipe()
+        for end in (job, answer):
+            theirs.callback(os.close, end)
+        self._workers.append(_Worker(os.fdopen(jobs, "wb"), os.fdopen(answers, "rb"), said))
+        return job, answer, said.fileno()
+
+    def _listen(self) -> None:
+        """Take in what becomes of the workers."""
+        assert self._server.stdout is not None
+        with self._server.stdout as lines:
+            for number, code in (map(int, line.split()) for line in lines):
+                worker = self._workers[number]
+                worker.exit_code = code
+                worker.ended.set()
+        for worker in self._workers:
+            worker.ended.set()
 
     def submit(self, job: AnyJob) -> Future[str]:
         """Queue a job; its result is "" or why it failed. Cancelled futures are skipped.
@@ -168,12 +228,10 @@ class CompilePool:
     def close(self) -> None:
         """End the workers; jobs not begun are dropped."""
         self._closed = True
-        for process in self._processes:
-            process.kill()
-        for _ in self._processes:
+        self._server.terminate()
+        for _ in self._workers:
             self._jobs.put((-2, next(self._numbers), None))
-        for process in self._processes:
-            process.wait()
+        self._server.wait()
 
     def _begins(self, future: Future[str]) -> bool:
         """Whether a job is to be done now: neither cancelled, nor begun where it was hurried."""
@@ -182,18 +240,18 @@ class CompilePool:
                 return False
             return future.set_running_or_notify_cancel()
 
-    def _serve(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+    def _serve(self, worker: _Worker) -> None:
         """Give one worker a job after the other."""
-        with said:
-            self._give_jobs(process, said)
-
-    def _give_jobs(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
-        assert process.stdin is not None and process.stdout is not None
         try:
-            pickle.load(process.stdout)  # it says that it is ready
+            self._give_jobs(worker)
+        finally:
+            worker.close()
+
+    def _give_jobs(self, worker: _Worker) -> None:
+        try:
+            pickle.load(worker.answers)  # it says that it is ready
         except Exception as failure:  # whatever else was printed there is no pickle
-            process.kill()
-            log.debug("a compile worker did not start: %r; %s", failure, _last_words(said))
+            log.debug("a compile worker did not start: %r; %s", failure, _last_words(worker.said))
             return
         self.ready = True
         log.debug("a compile worker is ready after %.1f s", time.monotonic() - self._started)
@@ -205,29 +263,20 @@ class CompilePool:
             if not self._begins(future):
                 continue
             try:
-                pickle.dump(job, process.stdin)
-                process.stdin.flush()
-                failed = str(pickle.load(process.stdout))
+                pickle.dump(job, worker.jobs)
+                worker.jobs.flush()
+                failed = str(pickle.load(worker.answers))
                 if failed:
                     what = job.template, job.config, failed
                     log.debug("a worker could not compile %s %s: %s", *what)
                 future.set_result(failed)
             except Exception as failure:  # the worker is of no use any more
-                code = _exit_code(process)
                 if not self._closed:
-                    ended = job.template, job.config, code, _last_words(said)
+                    worker.ended.wait(timeout=1.0)
+                    ended = job.template, job.config, worker.exit_code, _last_words(worker.said)
                     log.info("compiling %s %s ended a worker (exit code %s): %s", *ended)
                 future.set_result(f"the worker ended: {failure!r}")
                 return
-
-
-def _exit_code(process: subprocess.Popen[bytes]) -> int | str:
-    """How a process ended that answers no more; it is killed where it goes on."""
-    try:
-        return process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return "none, it was killed"
 
 
 def _last_words(said: IO[bytes]) -> str:
@@ -242,10 +291,10 @@ _Item = tuple[AnyJob, "Future[str]"] | None
 
 def start_pool() -> CompilePool | None:
     """A pool for this machine, None where no process can be started."""
-    if not sys.executable:
+    if not sys.executable or not hasattr(os, "fork"):
         return None
     try:
-        return CompilePool(worker_count())
+        return CompilePool(worker_count(), cuda=torch.cuda.is_initialized())
     except (OSError, ValueError) as failure:
         log.info("candidates are compiled one by one: no worker can be started (%r)", failure)
         return None

@@ -14,7 +14,6 @@ from stof_compile.attention.select import choose, send_ahead
 from stof_compile.budget import Budget
 from stof_compile.options import StofOptions
 from stof_compile.plan import Candidate, Plan
-from stof_compile.search.compile_pool import CompilePool
 from stof_compile.store import Store
 
 BIGBIRD = masks.bigbird(window=4, global_tokens=4, random_fill=0.1, random_block=16)
@@ -197,22 +196,23 @@ def test_nothing_goes_ahead_where_nothing_is_measured(options):
     assert ahead.problems_ahead(None, None, None, StofOptions(**options), None) == []
 
 
-def test_a_pool_takes_attention_first():
+def test_a_pool_takes_attention_first(tmp_path):
     """By the order of answers of one worker that is slow to start."""
-    import sys
+    from worker_echo import pool_of
 
     from stof_compile.search.compile_pool import AttentionJob, Job
     from stof_compile.triton_environment import TritonEnvironment
 
-    code = (
+    (tmp_path / "tells_the_time.py").write_text(
         "import pickle, sys, time\n"
-        "time.sleep(0.5)\n"
-        "pickle.dump('ready', sys.stdout.buffer); sys.stdout.buffer.flush()\n"
-        "while True:\n"
-        "    job = pickle.load(sys.stdin.buffer)\n"
-        "    pickle.dump(str(time.monotonic()), sys.stdout.buffer); sys.stdout.buffer.flush()\n"
+        "def main():\n"
+        "    time.sleep(0.5)\n"
+        "    pickle.dump('ready', sys.stdout.buffer); sys.stdout.buffer.flush()\n"
+        "    while True:\n"
+        "        job = pickle.load(sys.stdin.buffer)\n"
+        "        pickle.dump(str(time.monotonic()), sys.stdout.buffer); sys.stdout.buffer.flush()\n"
     )
-    pool = CompilePool(1, [sys.executable, "-c", code])
+    pool = pool_of("tells_the_time", 1, tmp_path)
     try:
         none = TritonEnvironment(())
         last = [pool.submit(Job(None, name, (), "cpu", none)) for name in "ab"]

@@ -1,15 +1,18 @@
 """Workers that compile: the protocol, with jobs that need no GPU."""
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import _inductor as inductor
-from worker_echo import ECHO, RECIPE, SPEC, job
+from worker_echo import HERE, RECIPE, SPEC, echo_pool, job, pool_of
 
 from stof_compile.fusion.recipe import Recipe, Ref, Step
 from stof_compile.measure import real_tensors
@@ -21,7 +24,7 @@ from stof_compile.triton_environment import TritonEnvironment
 
 @pytest.fixture
 def pool():
-    made = CompilePool(2, [sys.executable, "-c", ECHO])
+    made = echo_pool(2)
     yield made
     made.close()
 
@@ -32,7 +35,7 @@ def test_jobs_are_answered(pool):
 
 
 def test_a_hurried_job_goes_before_all_others_and_is_done_once(caplog):
-    pool, order = CompilePool(1, [sys.executable, "-c", ECHO]), []
+    pool, order = echo_pool(), []
     try:
         futures = [pool.submit(job(name)) for name in ("slow", "fits", "fits", "fits")]
         for number, future in enumerate(futures):
@@ -60,8 +63,12 @@ def test_a_worker_that_dies_answers_its_job_and_leaves_the_others(pool, caplog):
     assert not pool.alive
 
 
-def test_workers_that_do_not_start_are_not_alive():
-    pool = CompilePool(2, [sys.executable, "-c", "raise SystemExit(1)"])
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(1)", "def main():\n    raise SystemExit(1)"], ids=["import", "start"]
+)
+def test_workers_that_do_not_start_are_not_alive(code, tmp_path):
+    (tmp_path / "no_worker.py").write_text(code)
+    pool = pool_of("no_worker", 2, tmp_path)
     deadline = time.monotonic() + 10
     while pool.alive and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -71,8 +78,7 @@ def test_workers_that_do_not_start_are_not_alive():
 
 def test_where_not_all_can_be_started_none_stays(monkeypatch):
     one = tempfile.TemporaryFile()  # noqa: SIM115 (the pool closes it)
-    files, started = iter([one]), []
-    start = subprocess.Popen
+    files, before = iter([one]), sorted(os.listdir("/proc/self/fd"))
 
     def open_one():
         for file in files:
@@ -80,13 +86,107 @@ def test_where_not_all_can_be_started_none_stays(monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", open_one)
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1]
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     with pytest.raises(OSError, match="no space left"):
-        CompilePool(2, [sys.executable, "-c", ECHO])
-    (process,) = started
-    assert process.poll() is not None
+        echo_pool(2)
+    assert one.closed and len(os.listdir("/proc/self/fd")) == len(before) - 1
+
+
+def workers_of(server):
+    """Processes that a fork server has forked, which are not waited for."""
+    return Path(f"/proc/{server}/task/{server}/children").read_text().split()
+
+
+def have_ended(pids):
+    """Whether processes end soon; those that nobody waits for have ended."""
+
+    def runs(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    deadline = time.monotonic() + 20
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(runs, pids))
+
+
+def test_a_pool_that_is_closed_leaves_no_process_behind():
+    pool = echo_pool(3)
+    pool.submit(job("fits")).result(30)
+    for _ in range(4):
+        pool.submit(job("slow"))
+    server = pool._server.pid
+    pids = [*workers_of(server), server]
+    assert len(pids) == 4
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_workers_end_with_the_program_that_asks():
+    """Be it killed."""
+    program = (
+        "import os, time\n"
+        "from worker_echo import echo_pool, job\n"
+        "pool = echo_pool(2)\n"
+        "pool.submit(job('fits')).result(60)\n"
+        "print(pool._server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    asks = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    with asks.stdout as lines:
+        server = int(lines.readline())
+    pids = [*workers_of(server), server]
+    assert len(pids) == 3
+    asks.kill()
+    asks.wait()
+    assert have_ended(pids)
+
+
+def test_ctrl_c_ends_workers_and_their_server():
+    pool = echo_pool(2)
+    pool.submit(job("fits")).result(30)
+    server = pool._server.pid
+    pids = workers_of(server)
+    for pid in (server, *pids):  # as a terminal does
+        os.kill(int(pid), signal.SIGINT)
+    assert have_ended([*pids, server])
+    deadline = time.monotonic() + 10
+    while pool.alive and time.monotonic() < deadline:
+        pool.submit(job("fits"))
+        time.sleep(0.01)
+    assert not pool.alive
+    pool.close()
+
+
+def test_a_fork_that_cannot_use_its_gpu_begins_anew(caplog):
+    """Here there is none, so that none can."""
+    pool = pool_of("echo_worker", cuda=True)
+    try:
+        assert pool.submit(job("fits")).result(60) == ""
+        with caplog.at_level("INFO", "stof_compile"):
+            assert "ended" in pool.submit(job("dies")).result(30)
+        assert "a fork cannot use CUDA" in caplog.text
+    finally:
+        pool.close()
+
+
+def test_what_an_import_prints_is_no_word_of_the_server(tmp_path, caplog):
+    (tmp_path / "talks.py").write_text(
+        "print('a b'); print('ended 0')\nfrom echo_worker import main"
+    )
+    pool = pool_of("talks", 1, f"{tmp_path}{os.pathsep}{HERE}")
+    try:
+        assert pool.submit(job("fits")).result(30) == ""
+        with caplog.at_level("INFO", "stof_compile"):
+            assert "ended" in pool.submit(job("dies")).result(30)
+        assert "exit code 1" in caplog.text
+    finally:
+        pool.close()
 
 
 def test_the_real_worker_says_why_it_cannot():

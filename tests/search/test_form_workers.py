@@ -13,12 +13,11 @@ from torch import _inductor as inductor
 from torch import nn
 from torch._inductor.fx_passes import pad_mm
 from torch.fx import symbolic_trace
-from worker_echo import ECHO, job
+from worker_echo import echo_pool, job
 
 import stof_compile.ops  # noqa: F401 (registers operators)
 from stof_compile.budget import Budget
 from stof_compile.search import form_workers as form_workers_module
-from stof_compile.search.compile_pool import CompilePool
 from stof_compile.search.form_workers import FormWorkers, form_workers
 
 CPU = torch.device("cpu")
@@ -28,7 +27,7 @@ INPUTS = (torch.ones(2),)
 
 @pytest.fixture
 def pool():
-    made = CompilePool(1, [sys.executable, "-c", ECHO])
+    made = echo_pool()
     yield made
     made.close()
 
