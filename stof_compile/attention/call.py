@@ -46,11 +46,14 @@ class KernelCall:
             were prepared.
         prepare: ``prepare(q, k, v)`` gives the kernel's operands; what a compiler joins with the
             operations before, and so is no part of a candidate's time.
+        heads_first: the same as ``attend``, but the result lies in memory as [B, Hq, Q, Dv] and not
+            as [B, Q, Hq, Dv]; None where the kernel can't.
     """
 
     buffers: dict[str, torch.Tensor]
     attend: Attend
     prepare: Callable[[Any, Any, Any], tuple[Any, Any, Any]] = _as_given
+    heads_first: Attend | None = None
 
     def run(self, q: Any, k: Any, v: Any, key_keep: Any, bias: Any, buffers: dict[str, Any]) -> Any:
         """Prepare the operands and attend."""
@@ -187,7 +190,23 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
             *(held[name] for name in (*lists, *packed)),
         )[0]
 
-    return KernelCall(buffers, run)
+    def run_heads_first(
+        q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]
+    ) -> Any:
+        q, k, v = (t.flatten(0, 1).unsqueeze(1) for t in (q, k, v))
+        out = run(q, k, v, key_keep, bias, held)
+        return out.squeeze(1).unflatten(0, (-1, problem.heads))
+
+    as_batches = kernel != "row" and block_mask.planes == 1 and _heads_can_be_batches(problem)
+    return KernelCall(buffers, run, heads_first=run_heads_first if as_batches else None)
+
+
+def _heads_can_be_batches(problem: AttentionProblem) -> bool:
+    """Whether a kernel may take each head for a batch entry of its own, without a copy."""
+    operands = problem.q, problem.k, problem.v
+    alike = len({t.shape[1] for t in operands}) == 1
+    views = all(t.shape[0] == 1 or t.stride[0] == t.shape[1] * t.stride[1] for t in operands)
+    return alike and views and not problem.padding and problem.bias is None
 
 
 def _refuse_hopper(problem: AttentionProblem) -> None:

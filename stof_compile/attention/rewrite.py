@@ -18,7 +18,7 @@ from stof_compile.attention.call import KernelCall
 from stof_compile.attention.site import AttentionSite
 from stof_compile.capture import add_buffer
 from stof_compile.dead_code import erase_with_inputs
-from stof_compile.emit import emit
+from stof_compile.emit import emit, in_fake_mode
 from stof_compile.node_ops import tensor_meta
 from stof_compile.packing_consumers import memory_order, order_matters
 
@@ -30,17 +30,18 @@ def replace_site(
     gm: GraphModule, site: AttentionSite, call: KernelCall, key_keep: Node | None, bias: Node | None
 ) -> None:
     """Replace a site's output by a kernel call; its interior nodes die when nothing else uses
-    them."""
+    them. Readers that count on heads first in memory get them so from the kernel, if it can."""
+    attend = call.attend
+    if call.heads_first is not None and _wants_heads_first(site.output):
+        attend = call.heads_first
 
     def build(proxy: Callable[[Node], Any]) -> Any:
         q, k, v = proxy(site.q), proxy(site.k), proxy(site.v)
         if site.k_transposed:
             k = k.transpose(-2, -1)
         held = {name: proxy(add_buffer(gm, name, tensor)) for name, tensor in call.buffers.items()}
-        out: Any = call.run(
-            q,
-            k,
-            v,
+        out: Any = attend(
+            *call.prepare(q, k, v),
             proxy(key_keep) if key_keep is not None else None,
             proxy(bias) if bias is not None else None,
             held,
@@ -134,6 +135,17 @@ def replace_output(
     old.replace_all_uses_with(new)
     old.meta[REPLACED] = new
     erase_with_inputs(old)
+
+
+def _wants_heads_first(old: Node) -> bool:
+    """Whether readers of an attention's result count on [batch, heads, queries, dim] memory, where
+    a kernel would give them [batch, queries, heads, dim]."""
+    before = tensor_meta(old)
+    if before is None or memory_order(before) != [0, 1, 2, 3]:
+        return False
+    with in_fake_mode(before):
+        after = before.transpose(1, 2).contiguous().transpose(1, 2)
+    return memory_order(after) != [0, 1, 2, 3] and order_matters(old, after)
 
 
 def _in_memory_order(gm: GraphModule, old: Node, new: Node) -> Node:

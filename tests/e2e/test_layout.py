@@ -1,6 +1,8 @@
 """The attention output has the layout the next linear reads: no transpose copy remains. Readers
 that count on another one get it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from running import NO_TIMING, without_inductor
 from torch._inductor import config
 
 from stof_compile import explain, masks
+from stof_compile.attention.call import bind_kernel
 
 
 class KeepGraph:
@@ -82,3 +85,39 @@ def test_readers_find_the_memory_they_count_on(reader, attend, dynamic, fresh_dy
     assert_close(found, wide)
     assert found.stride() == wide.stride()
     assert [site.status for site in explain(fast).sites] == ["rewritten"]
+
+
+@pytest.mark.parametrize(("reader", "first"), [("returned", True), ("view", True), ("next", False)])
+def test_a_kernel_that_can_writes_the_memory_readers_count_on(
+    reader, first, fresh_dynamo, monkeypatch
+):
+    """In place of a copy; where nothing counts on it, the order of the next projection stays."""
+    asked, graphs = [], []
+
+    def compiled(gm, *rest, **more):
+        graphs.append(gm)
+        return without_inductor(gm, *rest, **more)
+
+    def bound(problem, kernel, config):
+        call = bind_kernel(problem, kernel, config)
+
+        def heads_first(*given):
+            asked.append(problem)
+            return call.attend(*given).contiguous()
+
+        return replace(call, heads_first=heads_first)
+
+    readers = {**READERS, "next": lambda y: y.transpose(1, 2).reshape(2, 256, 64)}
+    monkeypatch.setattr("stof_compile.attention.lower.bind_kernel", bound)
+    monkeypatch.setattr("stof_compile.backend.compile_with_inductor", compiled)
+    q, k, v = torch.randn(3, 2, 4, 256, 16).unbind()
+    fast = torch.compile(
+        lambda *t: readers[reader](windowed(*t)), backend="stof", options=NO_TIMING
+    )
+    with torch.no_grad():
+        found = fast(q, k, v)
+    assert bool(asked) == first
+    wanted = readers[reader](windowed(q.double(), k.double(), v.double()))
+    assert_close(found, wanted)
+    assert found.stride() == wanted.stride()
+    assert not any(node.target == "permute" for gm in graphs for node in gm.graph.nodes)
