@@ -135,10 +135,7 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
         if (batch, seq) not in TABLE2_SHAPES
     ),
     # of `paper --quick`
-    "quick": tuple(
-        table2_cell(batch, seq, mask)
-        for batch, seq, mask in ((1, 128, "bigbird"), (8, 512, "sliding"), (8, 512, "bigbird"))
-    ),
+    "quick": (table2_cell(1, 128, "bigbird"), table2_cell(8, 512, "bigbird")),
     "quick-long": (table2_cell(1, 16384, "sliding", heads=32, head_dim=128),),
     "quick-cpu": tuple(
         table2_cell(1, seq, mask, heads=4, dtype="float32")

@@ -96,9 +96,9 @@ def quick_parts(device: str) -> list[Part]:
     ways = {**one, **turns}
     long = {**ways, "cells": "1x4096" if cuda else "1x1024"}
     four = {**ways, "model": models, "cells": ",".join(settings)}
-    operators = {"cells": "1x128x512" if cuda else "1x128x256", **budget}
-    # enough for the search to end: what is cut off goes on in the process that should be warm
-    tuning = {**one, "repeats": 1, "tune_budget": 20.0 if cuda else 3.0}
+    operators = {"cells": "1x128x512" if cuda else "1x128x256", "tune_budget": 3.0}
+    # what is not decided when these seconds end is decided in the process that should be warm
+    tuning = {**one, "repeats": 1, "tune_budget": 12.0 if cuda else 3.0}
     steps = {"cells": "build sliding,attention sliding", "length": 131072 if cuda else 2048}
     return [
         Part("Table 2", "density", "density"),
