@@ -17,6 +17,8 @@ def main():
             sys.exit("it was too much")
         if job.template == "slow":
             time.sleep(0.5)
+        if job.template == "stuck":
+            time.sleep(60)
         known = job.template in ("fits", "slow")
         pickle.dump("" if known else f"no template {job.template}", sys.stdout.buffer)
         sys.stdout.buffer.flush()

@@ -20,7 +20,7 @@ def pool_of(module, workers=1, folder=HERE, *, cuda=False):
 
 
 def echo_pool(workers=1):
-    """A pool of workers that know templates called "fits" and "slow"."""
+    """A pool of workers that know templates called "fits" and "slow", and one that is "stuck"."""
     return pool_of("echo_worker", workers)
 
 

@@ -167,6 +167,9 @@ class CompilePool:
     def _start(self, workers: int, arguments: list[str]) -> subprocess.Popen[bytes]:
         """Open the files of the workers, and start the process that forks them."""
         with ExitStack() as theirs:  # ends of pipes that the workers have
+            while (taken := os.open(os.devnull, os.O_RDWR)) <= 2:  # closed here, standard there
+                theirs.callback(os.close, taken)
+            os.close(taken)
             files = [self._open(theirs) for _ in range(workers)]
             named = [":".join(map(str, own)) for own in files]
             return subprocess.Popen(
@@ -290,11 +293,12 @@ _Item = tuple[AnyJob, "Future[str]"] | None
 
 
 def start_pool() -> CompilePool | None:
-    """A pool for this machine, None where no process can be started."""
-    if not sys.executable or not hasattr(os, "fork"):
+    """A pool for this machine, None where no process can be started or one core is all it has."""
+    workers = worker_count()
+    if not workers or not sys.executable or not hasattr(os, "fork"):
         return None
     try:
-        return CompilePool(worker_count(), cuda=torch.cuda.is_initialized())
+        return CompilePool(workers, cuda=torch.cuda.is_initialized())
     except (OSError, ValueError) as failure:
         log.info("candidates are compiled one by one: no worker can be started (%r)", failure)
         return None
@@ -302,7 +306,7 @@ def start_pool() -> CompilePool | None:
 
 def worker_count() -> int:
     """Workers for this machine: two for three cores, so that the process that times is not kept
-    waiting; at most :data:`MAX_WORKERS`.
+    waiting; at most :data:`MAX_WORKERS`, none on one core.
     """
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(MAX_WORKERS, (mine or 1) * 2 // 3)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # run by path: its folder is no place to import from
+# run by path: its folder, which is not there under PYTHONSAFEPATH, is no place to import from
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     sys.path.pop(0)
 
 import contextlib
@@ -21,7 +22,7 @@ import importlib
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CUDA = "cuda"  # an argument: workers use a GPU
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until all workers have ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who asks may ignore it, or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     module, *rest = arguments
     cuda = CUDA in rest
     files = [tuple(map(int, a.split(":"))) for a in rest if a != CUDA]
@@ -46,8 +49,17 @@ def main(arguments: Sequence[str]) -> None:
         for name in USED_LATER:
             with contextlib.suppress(ImportError):  # of another version of torch
                 importlib.import_module(name)
-    signal.signal(signal.SIGTERM, _end)
     numbers: dict[int, int] = {}  # by process
+    ending = False
+
+    def end(*_: object) -> None:
+        """Raises nothing: who was forked or waited for this moment would not be in `numbers`."""
+        nonlocal ending
+        ending = True
+        _kill(numbers)
+
+    signal.signal(signal.SIGTERM, end)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends workers, which is told then
     gc.collect()
     gc.freeze()  # what is there stays shared
     try:
@@ -55,11 +67,12 @@ def main(arguments: Sequence[str]) -> None:
             pid = os.fork()
             if not pid:
                 others = [file for later in files[number + 1 :] for file in later]
-                _be_worker(worker, own, [told.fileno(), *others], cuda)
+                _be_worker(worker, own, [told.fileno(), *others], interrupt, cuda=cuda)
             numbers[pid] = number
+            if ending:
+                _kill([pid])
             for file in own:
                 os.close(file)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends workers, which is told then
         while numbers:
             pid, status = os.wait()
             if pid in numbers:  # else something that an import has started
@@ -67,21 +80,30 @@ def main(arguments: Sequence[str]) -> None:
                 print(numbers.pop(pid), code, file=told, flush=True)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for pid in numbers:  # not waited for yet, so that it is no other process
-            os.kill(pid, signal.SIGKILL)
+        _kill(numbers)
         for pid in numbers:
             os.waitpid(pid, 0)
+    os._exit(0)  # who closes a pool waits: to take apart what was imported takes 0.3 s
 
 
-def _be_worker(worker: Any, own: Sequence[int], others: Sequence[int], cuda: bool) -> None:
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # waited for this moment
+            os.kill(pid, signal.SIGKILL)
+
+
+def _be_worker(
+    worker: Any, own: Sequence[int], others: Sequence[int], interrupt: Any, *, cuda: bool
+) -> None:
     """Be one of the workers: what is done in a process that was forked.
 
     Args:
-        own: its three files. others: files that are not its own.
+        own: its three files. others: files that are not its own. interrupt: what SIGINT does.
     """
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, interrupt)
         for standard, file in enumerate(own):
             os.dup2(file, standard)
         for file in (*own, *others):
@@ -112,10 +134,6 @@ def _has_gpu() -> bool:
     except Exception as failure:
         sys.stderr.write(f"a fork cannot use CUDA and begins anew: {failure!r}\n")
         return False
-
-
-def _end(*_: object) -> None:
-    raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from worker_echo import HERE, RECIPE, SPEC, echo_pool, job, pool_of
 
 from stof_compile.fusion.recipe import Recipe, Ref, Step
 from stof_compile.measure import real_tensors
+from stof_compile.search import compile_pool
 from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import CompilePool, Job
 from stof_compile.search.library import inductor_settings, library_call, needs_compiling
@@ -92,6 +93,34 @@ def test_where_not_all_can_be_started_none_stays(monkeypatch):
     assert one.closed and len(os.listdir("/proc/self/fd")) == len(before) - 1
 
 
+def test_one_core_is_for_the_process_that_times(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert compile_pool.start_pool() is None
+
+
+def test_a_program_may_have_closed_its_standard_input():
+    kept = os.dup(0)
+    os.close(0)
+    try:
+        pool = echo_pool()
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+    try:
+        assert pool.submit(job("fits")).result(30) == ""
+    finally:
+        pool.close()
+
+
+def test_workers_are_found_where_no_folder_of_a_script_is(monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    pool = echo_pool()
+    try:
+        assert pool.submit(job("fits")).result(30) == ""
+    finally:
+        pool.close()
+
+
 def workers_of(server):
     """Processes that a fork server has forked, which are not waited for."""
     return Path(f"/proc/{server}/task/{server}/children").read_text().split()
@@ -122,6 +151,61 @@ def test_a_pool_that_is_closed_leaves_no_process_behind():
     assert len(pids) == 4
     pool.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_closing_does_not_wait_for_a_job_where_the_thread_that_asks_blocks_signals():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        pool = echo_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    future = pool.submit(job("stuck"))
+    while not future.running():
+        time.sleep(0.01)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 30
+
+
+ENDED_MEANWHILE = """
+import os, signal, time
+
+fork, wait, forked = os.fork, os.wait, []
+
+def forks():
+    pid = fork()
+    if pid:
+        forked.append(pid)
+        print(pid, file=open({told!r}, "a"))
+        {in_fork}
+    return pid
+
+def waits():
+    ended = wait()
+    {in_wait}
+    return ended
+
+def main():
+    time.sleep(60 if forked else {first})
+
+os.fork, os.wait = forks, waits
+"""
+END = "os.kill(os.getpid(), signal.SIGTERM)"
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [{"in_fork": END, "in_wait": "", "first": 60}, {"in_fork": "", "in_wait": END, "first": 0}],
+    ids=["forks", "waits"],
+)
+def test_all_workers_end_whenever_the_server_is_told_to(moment, tmp_path):
+    told = tmp_path / "pids"
+    (tmp_path / "sleeps.py").write_text(ENDED_MEANWHILE.format(told=str(told), **moment))
+    pool = pool_of("sleeps", 3, tmp_path)
+    pool._server.wait(30)
+    pids = told.read_text().split()
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    pool.close()
 
 
 def test_workers_end_with_the_program_that_asks():
