@@ -7,6 +7,7 @@ the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,17 +32,18 @@ def replace_site(
 ) -> None:
     """Replace a site's output by a kernel call; its interior nodes die when nothing else uses
     them. Readers that count on heads first in memory get them so from the kernel, if it can."""
-    attend = call.attend
     if call.heads_first is not None and _wants_heads_first(site.output):
-        attend = call.heads_first
+        call = replace(call, attend=call.heads_first)
 
     def build(proxy: Callable[[Node], Any]) -> Any:
         q, k, v = proxy(site.q), proxy(site.k), proxy(site.v)
         if site.k_transposed:
             k = k.transpose(-2, -1)
         held = {name: proxy(add_buffer(gm, name, tensor)) for name, tensor in call.buffers.items()}
-        out: Any = attend(
-            *call.prepare(q, k, v),
+        out: Any = call.run(
+            q,
+            k,
+            v,
             proxy(key_keep) if key_keep is not None else None,
             proxy(bias) if bias is not None else None,
             held,
@@ -141,22 +143,30 @@ def _wants_heads_first(old: Node) -> bool:
     """Whether readers of an attention's result count on [batch, heads, queries, dim] memory, where
     a kernel would give them [batch, queries, heads, dim]."""
     before = tensor_meta(old)
-    if before is None or memory_order(before) != [0, 1, 2, 3]:
+    if before is None:
         return False
     with in_fake_mode(before):
         after = before.transpose(1, 2).contiguous().transpose(1, 2)
-    return memory_order(after) != [0, 1, 2, 3] and order_matters(old, after)
+    return _order_counted_on(old, after) == [0, 1, 2, 3]
 
 
 def _in_memory_order(gm: GraphModule, old: Node, new: Node) -> Node:
     """``new``, copied into the order of dimensions that ``old`` has in memory where a reader of
     ``old`` depends on that: ``view``, ``as_strided``, the caller, who was told its strides."""
-    before, after = tensor_meta(old), tensor_meta(new)
-    if before is None or after is None:
-        return new
-    order = memory_order(before)
-    if order == memory_order(after) or not order_matters(old, after):
+    after = tensor_meta(new)
+    order = None if after is None else _order_counted_on(old, after)
+    if order is None:
         return new
     back = [order.index(d) for d in range(len(order))]
     (copied,) = emit(gm.graph, old, old, lambda t: t.permute(order).contiguous().permute(back), new)
     return copied
+
+
+def _order_counted_on(old: Node, after: torch.Tensor) -> list[int] | None:
+    """The order of dimensions that readers of ``old`` count on, where ``after``, a fake tensor, has
+    another one; else None."""
+    before = tensor_meta(old)
+    order = None if before is None else memory_order(before)
+    if order is None or order == memory_order(after) or not order_matters(old, after):
+        return None
+    return order

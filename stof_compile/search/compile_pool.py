@@ -156,13 +156,16 @@ class CompilePool:
             for worker in self._workers:
                 worker.close()
             raise
-        threading.Thread(target=self._listen, daemon=True).start()
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True)
             for worker in self._workers
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in (threading.Thread(target=self._listen, daemon=True), *self._threads):
+                thread.start()
+        except BaseException:  # no thread can be started: the processes do not stay
+            self.close()
+            raise
 
     def _start(self, workers: int, arguments: list[str]) -> subprocess.Popen[bytes]:
         """Open the files of the workers, and start the process that forks them."""

@@ -131,7 +131,3 @@ def _launch_no_tiles() -> None:
 def _answer(answers: BinaryIO, value: str) -> None:
     pickle.dump(value, answers)
     answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,9 @@
 
 Run by path, so that nothing is imported before a worker is: ``fork_server.py MODULE [cuda]
 JOBS:ANSWERS:SAID ...`` with three open files for each worker, its standard input, output and error.
-A worker is a fork that calls ``MODULE.main()``. Without files this process is the worker.
+A worker is a fork that calls ``MODULE.main()``. Without files this process is the worker. (The
+server of multiprocessing is one for the whole program, the user's too, and imports its main module
+again.)
 
 Each worker that ended is told in a line on standard output, ``<number> <exit code>``. SIGTERM ends
 all.

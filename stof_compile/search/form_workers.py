@@ -187,8 +187,9 @@ def _padded(gm: GraphModule) -> str:
         if operation(node) not in PRODUCTS:
             continue
         dtype, out = dtype_of(node), shape_of(node) or ()
-        operands = [*node.args, *node.kwargs.values()][operation(node) in ADDED_TO :]
-        rows = shape_of(operands[0]) or () if operands else ()
+        operands = [*node.args, *node.kwargs.values()]
+        left = operands[1 if operation(node) in ADDED_TO else 0]
+        rows = shape_of(left) or ()
         if dtype is None or not dtype.is_floating_point or not all(map(_known, (out, rows))):
             continue
         *outer, columns = out

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -91,6 +92,22 @@ def test_where_not_all_can_be_started_none_stays(monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         echo_pool(2)
     assert one.closed and len(os.listdir("/proc/self/fd")) == len(before) - 1
+
+
+def test_where_no_thread_can_be_started_no_process_stays(monkeypatch):
+    servers, start = [], subprocess.Popen
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: servers.append(start(*a, **k)) or servers[-1]
+    )
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        echo_pool(2)
+    (server,) = servers
+    assert server.poll() is not None
 
 
 def test_one_core_is_for_the_process_that_times(monkeypatch):
@@ -247,30 +264,26 @@ def test_ctrl_c_ends_workers_and_their_server():
     pool.close()
 
 
-def test_a_fork_that_cannot_use_its_gpu_begins_anew(caplog):
-    """Here there is none, so that none can."""
-    pool = pool_of("echo_worker", cuda=True)
+def end_of(pool, caplog):
+    """What is told of a worker that did one job and died of the next."""
     try:
         assert pool.submit(job("fits")).result(60) == ""
         with caplog.at_level("INFO", "stof_compile"):
             assert "ended" in pool.submit(job("dies")).result(30)
-        assert "a fork cannot use CUDA" in caplog.text
     finally:
         pool.close()
+    return caplog.text
+
+
+def test_a_fork_that_cannot_use_its_gpu_begins_anew(caplog):
+    """Here there is none, so that none can."""
+    assert "a fork cannot use CUDA" in end_of(pool_of("echo_worker", cuda=True), caplog)
 
 
 def test_what_an_import_prints_is_no_word_of_the_server(tmp_path, caplog):
-    (tmp_path / "talks.py").write_text(
-        "print('a b'); print('ended 0')\nfrom echo_worker import main"
-    )
+    (tmp_path / "talks.py").write_text("print('a b\\n0 7')\nfrom echo_worker import main")
     pool = pool_of("talks", 1, f"{tmp_path}{os.pathsep}{HERE}")
-    try:
-        assert pool.submit(job("fits")).result(30) == ""
-        with caplog.at_level("INFO", "stof_compile"):
-            assert "ended" in pool.submit(job("dies")).result(30)
-        assert "exit code 1" in caplog.text
-    finally:
-        pool.close()
+    assert "exit code 1" in end_of(pool, caplog)
 
 
 def test_the_real_worker_says_why_it_cannot():
