@@ -39,7 +39,9 @@ _REGISTERS = 65536
 _MAX_THREADS = 2048
 _STEP_US = 0.02  # a step of the loop: barriers and addresses
 _FEW_ROWS = 512
-_SAME_TILE = 3  # configs of one tile and way to run it, so that others are tried as well
+# Of few rows: columns of K in flight below which a program waits for memory, and what 64 less cost.
+_ENOUGH_FLYING, _TOO_FEW_FLYING = 384, 0.05
+_SAME_TILE = 2  # configs of one tile and way to run it, so that others are tried as well
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ class Tile:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What makes it a different program rather than a deeper pipeline."""
-        return self.block_m, self.block_n, self.split_k, bool(self.persistent), self.tma
+        """What makes it a different program rather than a deeper pipeline or one of more warps."""
+        sizes = self.block_m, self.block_n, self.block_k
+        return *sizes, self.split_k, bool(self.persistent), self.tma
 
     def config(self, names: Sequence[str]) -> Config:
         """The fields a template has, as a config."""
@@ -238,6 +241,9 @@ def estimate_us(tile: Tile, product: Product, device: DeviceFacts) -> float:
         total += _HAND_OVER_US + part * (each + tile.split_k - 1)
     if tile.tma:
         total *= 0.97  # no threads spent on addresses
+    if product.m <= _FEW_ROWS:
+        missing = _ENOUGH_FLYING - (tile.num_stages - 1) * tile.block_k
+        total *= 1 + _TOO_FEW_FLYING * max(0, missing) / 64
     # ties: four warps, a shallow pipeline
     return total * (1 + 0.002 * tile.num_stages + 0.01 * abs(log2(tile.num_warps / 4)))
 
