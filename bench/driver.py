@@ -100,6 +100,7 @@ def worker_command(args: argparse.Namespace, unit: str, gpu: int | None = None) 
             command += [f"--{name.replace('_', '-')}", str(value)]
     command += ["--sweep"] if args.sweep else []
     command += ["--smoke"] if args.smoke else []
+    command += ["--compile-together"] if args.compile_together else []
     return [*command, "--worker", unit]
 
 

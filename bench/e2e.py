@@ -142,10 +142,13 @@ def _call_in_turns(
         processes = turns.begin(args, ways)
         for process in processes:
             held.callback(process.close)
+        if args.compile_together:
+            processes = turns.compile_together(args, processes)
         right, errors = [], {}
         for process in processes:
             where = (args.out, args.worker, process.way.name, subject.model)
-            if right and not clock.leaves_time(process.way, len(right) + 1):
+            waits = process.compile_s is None
+            if right and waits and not clock.leaves_time(process.way, len(right) + 1):
                 log_event(*where, "note", "not compiled: its cell's seconds were nearly spent")
                 continue
             turn = clock.compiled(process)

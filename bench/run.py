@@ -146,6 +146,12 @@ def parser() -> argparse.ArgumentParser:
         "cuda, 15 on cpu",
     )
     parsed.add_argument(
+        "--compile-together",
+        action="store_true",
+        help="e2e: all ways of a cell compile at the same time, not one after the other; their "
+        "compile seconds and what STOF measures meanwhile are then no results",
+    )
+    parsed.add_argument(
         "--dump-dir", type=Path, help="e2e: STOF's dump of every cell, in a folder of its own there"
     )
     parsed.add_argument(

@@ -2,7 +2,7 @@
 
 What else runs on the machine disturbs calls for seconds at a time, and launches of the same call by
 a factor of two, so ways that are timed one after the other cannot be compared. Here all ways of a
-cell are compiled first, one at a time, and then called in turns.
+cell are compiled first, one at a time or together, and then called in turns.
 A process each keeps what one way leaves in Dynamo (FlexAttention needs graph breaks on a CPU, after
 which the model's own code is skipped) away from the others. A process prepares its inputs, compiles
 when it is told to, reports (on a GPU with the times that do not depend on the host), and then makes
@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -57,11 +57,13 @@ class Process:
 
     Args:
         end: waits for the end of the process, once the connection is closed.
+        compile_s: seconds of the first call, once it was made.
     """
 
     way: Way
     connection: Connection
     end: Callable[[], object]
+    compile_s: float | None = None
 
     def close(self) -> None:
         """End it; nothing where it has ended."""
@@ -74,14 +76,12 @@ class Turn(Process):
     """A way whose process waits for its turns.
 
     Args:
-        compile_s: seconds of the first call. output: of the first input set. detail: what STOF did.
-        columns: what else was measured.
+        output: of the first input set. detail: what STOF did. columns: what else was measured.
     """
 
-    compile_s: float
-    output: Tensor
-    detail: str
-    columns: dict[str, Any]
+    output: Tensor = field(kw_only=True)
+    detail: str = field(kw_only=True)
+    columns: dict[str, Any] = field(kw_only=True)
 
     def take(self, turn: int) -> float:
         """Microseconds of one call.
@@ -121,15 +121,40 @@ def begin(args: argparse.Namespace, ways: Sequence[Way]) -> list[Process]:
         raise
 
 
+def compile_together(args: argparse.Namespace, processes: Sequence[Process]) -> list[Process]:
+    """Have all compile at the same time, on the same device; those that fail are missing, with a
+    logged line each. Their seconds, and what STOF measures meanwhile, hear each other.
+    """
+    for process in processes:
+        _tell(process, "compile")
+    return [process for process in processes if _has_compiled(args, process)]
+
+
 def compiled(args: argparse.Namespace, process: Process) -> Turn | None:
-    """Have a way's process compile; None and a logged line if it fails."""
-    with contextlib.suppress(OSError):  # it has ended, which the answer says
-        process.connection.send("compile")
+    """Have a way's process compile, where it has not, and report; None and a logged line if it
+    fails.
+    """
+    if process.compile_s is None:
+        _tell(process, "compile")
+        if not _has_compiled(args, process):
+            return None
+    _tell(process, "report")
     found = _answer(args, process)
     if found is None:
         return None
-    output = torch.from_numpy(found.pop("output"))
-    return Turn(process.way, process.connection, process.end, output=output, **found)
+    found["output"] = torch.from_numpy(found["output"])
+    return Turn(process.way, process.connection, process.end, process.compile_s, **found)
+
+
+def _tell(process: Process, what: str) -> None:
+    with contextlib.suppress(OSError):  # it has ended, which the answer says
+        process.connection.send(what)
+
+
+def _has_compiled(args: argparse.Namespace, process: Process) -> bool:
+    found = _answer(args, process)
+    process.compile_s = None if found is None else found["compile_s"]
+    return found is not None
 
 
 def _answer(args: argparse.Namespace, process: Process) -> dict[str, Any] | None:
@@ -182,8 +207,10 @@ def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
             connection.send({})
             connection.recv()
             with timing.own_caches(args.caches, caches, store):
-                call, report = _compiled(asked(way, args), subject)
-                connection.send(report)
+                call, model = compile_model(asked(way, args), subject)
+                connection.send({"compile_s": timing.first_call(call, subject.sets[0], device)})
+                connection.recv()
+                connection.send(_report(way, call, model, subject))
                 _calls(call, subject, connection)
         except Exception as failure:  # told to the cell, whose other ways still run
             text = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()[-400:]}"
@@ -191,15 +218,14 @@ def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
                 connection.send({"failed": text})
 
 
-def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def _report(
+    way: Way, call: Callable[..., Tensor], model: object, subject: Subject
+) -> dict[str, Any]:
     device, sets = subject.setup.device, subject.sets
-    call, model = compile_model(way, subject)
-    seconds = timing.first_call(call, sets[0], device)
     first = call(*sets[0])
     timing.poison(first.shape, first.dtype, device)
     del first
     report = {
-        "compile_s": seconds,
         "output": call(*sets[0]).cpu().numpy(),
         "detail": stof_detail(model) if way.attention == "stof" else "",
         "columns": _gpu_columns(call, way, subject) if device.type == "cuda" else {"graph_us": ""},
@@ -207,7 +233,7 @@ def _compiled(way: Way, subject: Subject) -> tuple[Callable[..., Tensor], dict[s
     if device.type == "cuda":  # the ways that compile next need the memory
         gc.collect()
         torch.cuda.empty_cache()
-    return call, report
+    return report
 
 
 def _gpu_columns(call: Callable[..., Tensor], way: Way, subject: Subject) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import threading
 from argparse import Namespace
 from functools import partial
 
+import numpy
 import pytest
 
 pytest.importorskip("transformers")
@@ -52,8 +53,9 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
                     there.send(float(number))
 
         threading.Thread(target=calls).start()
-        end = partial(ended.append, name)
-        held.append(turns.Turn(Way(name, name[:4]), here, end, 0, None, "", {"graph_us": ""}))
+        way, end = Way(name, name[:4]), partial(ended.append, name)
+        said = {"output": None, "detail": "", "columns": {"graph_us": ""}}
+        held.append(turns.Turn(way, here, end, 0.0, **said))
 
     for name in ("compile-default", "flex-default", "stof-default", "stof-fusion"):
         begun(name)
@@ -73,6 +75,46 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
     assert ended == ["flex-default", "stof-default"]
     for turn in held:
         turn.close()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ways_compile_one_after_the_other_or_together(bench_path, tmp_path, together):
+    import turns
+    from ways import Way
+
+    told, processes = [], []
+
+    def begun(name):
+        here, there = multiprocessing.Pipe()
+
+        def answers():
+            told.append((name, there.recv()))
+            if together:
+                everyone.wait(30)  # broken where only one is told before it has answered
+            there.send({"failed": "ValueError: no"} if name == "fails" else {"compile_s": 2.0})
+            if name == "fails":
+                return
+            told.append((name, there.recv()))
+            there.send({"output": numpy.ones(3), "detail": name, "columns": {}})
+
+        threads.append(threading.Thread(target=answers))
+        threads[-1].start()
+        processes.append(turns.Process(Way(name, "sdpa"), here, lambda: None))
+
+    threads, everyone = [], threading.Barrier(3)
+    for name in ("a", "fails", "b"):
+        begun(name)
+    args = Namespace(out=tmp_path / "rows.csv", worker="bert-tiny/1x100")
+    left = turns.compile_together(args, processes) if together else processes
+    found = [turns.compiled(args, process) for process in left]
+    assert [turn and (turn.detail, turn.compile_s) for turn in found if turn] == [
+        ("a", 2.0), ("b", 2.0)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.join(30)
+    first = [what for _, what in told[:3]]
+    assert first == (["compile"] * 3 if together else ["compile", "report", "compile"])
+    assert "fails,bert-tiny,error,ValueError: no" in (tmp_path / "rows.log.csv").read_text()
 
 
 def test_ways_that_a_cell_has_no_time_for_are_left_to_a_later_run(bench_path, monkeypatch):
