@@ -241,8 +241,8 @@ def estimate_us(tile: Tile, product: Product, device: DeviceFacts) -> float:
         total += _HAND_OVER_US + part * (each + tile.split_k - 1)
     if tile.tma:
         total *= 0.97  # no threads spent on addresses
-    if product.m <= _FEW_ROWS:
-        missing = _ENOUGH_FLYING - (tile.num_stages - 1) * tile.block_k
+    if product.m <= _FEW_ROWS and not product.exact_fp32:  # which is no wait for memory
+        missing = min(_ENOUGH_FLYING, depth) - (tile.num_stages - 1) * tile.block_k
         total *= 1 + _TOO_FEW_FLYING * max(0, missing) / 64
     # ties: four warps, a shallow pipeline
     return total * (1 + 0.002 * tile.num_stages + 0.01 * abs(log2(tile.num_warps / 4)))
