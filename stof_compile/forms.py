@@ -30,7 +30,7 @@ from stof_compile.graph_copy import copy_graph
 from stof_compile.improve import Outcome, improve
 from stof_compile.inductor import config_patches
 from stof_compile.options import StofOptions
-from stof_compile.plan import AttentionPlan
+from stof_compile.plan import AttentionPlan, PackPlan
 from stof_compile.search.form_workers import FormWorkers
 from stof_compile.store import Store, default_root, environment_key
 from stof_compile.variants import facts_at_call
@@ -235,7 +235,8 @@ class Forms:
         kept, found = make(verdict.winner), outcome.record
         if kept is not outcome:  # what was tried and cost time is part of the story
             kept.record.options = found.options  # the user's
-            kept.record.chains, kept.record.packs = found.chains, found.packs
+            kept.record.chains = found.chains
+            kept.record.packs = [_left_apart(pack) for pack in found.packs]
             kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
         kept.record.notes += [note for note in (str(verdict), verdict.remark) if note]
         return kept, fastest.compiled
@@ -250,6 +251,14 @@ class Forms:
 
 def _all_left_to_torch(choices: Mapping[str, AttentionPlan]) -> bool:
     return all(choice.kernel == "sdpa" and not choice.config for choice in choices.values())
+
+
+def _left_apart(pack: PackPlan) -> PackPlan:
+    """The decision about projections where the graph that is kept has none of them packed."""
+    if not pack.packed:
+        return pack
+    reason = f"{pack.reason}; the graph that was kept leaves them apart"
+    return replace(pack, packed=False, nbytes=0, reason=reason)
 
 
 def _left_to_torch(choice: AttentionPlan) -> AttentionPlan:

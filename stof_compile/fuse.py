@@ -201,9 +201,13 @@ class Fusion:
         for part in ("measuring_s", "compiling_s", "first_calls_s", "timing_s", "first_calls"):
             setattr(result, part, getattr(bench, part))
         if ctx.forced and not any(p.source == "forced" for p in result.chains.values()):
+            told = (
+                "the dump of a compile with fusion='auto' lists the chains and their codes"
+                if result.chains
+                else "no template of this device takes a part of it, so there is none to force"
+            )
             raise StofOptionError(
-                f"option 'fusion': no chain of this graph has a legal scheme {ctx.forced!r}; the "
-                "dump of a compile with fusion='auto' lists the chains and their codes"
+                f"option 'fusion': no chain of this graph has a legal scheme {ctx.forced!r}; {told}"
             )
         return result
 

@@ -21,8 +21,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="COMMAND ...",
-            help="What bench/run.py takes: attention, e2e, tuning, accuracy, cpu, mask, overhead, "
-            "operators, passes, density, paper, page, ceilings or report, and options; "
+            help="What bench/run.py takes: attention, backward, e2e, tuning, accuracy, cpu, mask, "
+            "overhead, operators, passes, density, paper, page, ceilings or report, and options; "
             "`stof bench attention --help` lists them.",
         ),
     ] = None,

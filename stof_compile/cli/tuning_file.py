@@ -77,7 +77,10 @@ class TuningFile:
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise StofPlanError(f"{path} cannot be read: {error}") from error
+            raise StofPlanError(
+                f"{path} cannot be read ({error.strerror or error}): name a file that "
+                "`stof cache export` has written"
+            ) from error
         # ValueError: broken JSON or broken UTF-8; RecursionError: brackets in brackets
         except (ValueError, RecursionError) as error:
             raise StofPlanError(
