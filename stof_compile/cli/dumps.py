@@ -96,9 +96,14 @@ def _reports(dump: Path, ceilings: Path | None = None) -> list[GraphReport]:
 
 
 def _write_page(reports: list[GraphReport], dump: str, page: Path) -> None:
+    from stof_compile.errors import StofOptionError
     from stof_compile.places import not_written
     from stof_compile.report.html import write_html
 
+    if page.is_dir():
+        raise StofOptionError(
+            f"--html {page} is a folder; name a file, for instance {page / 'report.html'}"
+        )
     try:
         write_html(reports, dump, page)
     except OSError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stof_compile.dump import Record, dump_folders, read_record
 from stof_compile.errors import StofPlanError
+from stof_compile.typed_json import problem_told, read_json
+
+MEASURED = "as bench/ writes it beside its CSV (`stof bench ceilings` measures one)"
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,18 @@ def load_ceilings(path: Path, records: list[Record]) -> Ceilings:
         StofPlanError: unreadable, incomplete, or of another device.
     """
     try:
-        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path.read_text(encoding="utf-8"))
         found = Ceilings(float(body["copy_tb_s"]), float(body["matmul_tflops"]))
         device = str(body["device"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except OSError as error:
         raise StofPlanError(
-            f"--ceilings {path}: cannot be read ({error!r}); it has to be JSON with device, "
-            "copy_tb_s and matmul_tflops, as bench/ writes beside its CSV"
+            f"--ceilings {path} cannot be read ({error.strerror or error}): name a file "
+            f"*.ceilings.json, {MEASURED}"
+        ) from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StofPlanError(
+            f"--ceilings {path} holds no ceilings ({problem_told(error)}): it has to be JSON with "
+            f"device, copy_tb_s and matmul_tflops, {MEASURED}"
         ) from error
     if not (0 < found.copy_tb_s < float("inf") and 0 < found.matmul_tflops < float("inf")):
         raise StofPlanError(f"--ceilings {path}: rates are positive numbers, got {found}")

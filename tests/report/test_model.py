@@ -238,8 +238,23 @@ def test_wrong_calls(dump, tmp_path, capsys):
     assert "one DUMP" in refused(capsys)
     assert "one DUMP" in refused(capsys, dump, "--diff", dump, dump)
     assert "cannot be written" in refused(capsys, dump, "--html", dump / "graph_0" / ".." / "")
-    assert "cannot be read" in refused(capsys, dump, "--ceilings", tmp_path / "none.json")
+    error = refused(capsys, dump, "--html", tmp_path)
+    assert error == (
+        f"stof: --html {tmp_path} is a folder; name a file, for instance {tmp_path}/report.html\n"
+    )
+
+
+def test_ceilings_that_cannot_be_taken(dump, tmp_path, capsys):
+    for place, why in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        error = refused(capsys, dump, "--ceilings", place)
+        assert error.startswith(f"stof: --ceilings {place} cannot be read ({why}")
+        assert "name a file *.ceilings.json" in error and "Errno" not in error
     other = tmp_path / "ceilings.json"
+    for text in ("{ cut", '{"device": "Some GPU"}', "[1]", '{"device": 1, "copy_tb_s": []}'):
+        other.write_text(text)
+        error = refused(capsys, dump, "--ceilings", other)
+        assert error.startswith(f"stof: --ceilings {other} holds no ceilings (")
+        assert "copy_tb_s" in error and "`stof bench ceilings`" in error
     other.write_text('{"device": "Another GPU", "copy_tb_s": 4, "matmul_tflops": 500}')
     assert "Another GPU" in refused(capsys, dump, "--ceilings", other)
     other.write_text('{"device": "Some GPU", "copy_tb_s": 4, "matmul_tflops": 500}')
