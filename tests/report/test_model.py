@@ -115,6 +115,17 @@ def test_what_the_report_needs_survives_the_disk(dump, record):
     assert len((next(dump.glob("graph_*")) / "record.json").read_text()) < 20_000
 
 
+def test_a_moved_dump_names_the_folder_that_it_is_read_from(dump, tmp_path, capsys):
+    (folder,) = dump.glob("graph_*")
+    moved = dump.rename(tmp_path / "moved") / folder.name
+    for place in (moved.parent, moved):
+        assert [record.folder for record in read_dump(place)] == [str(moved)]
+        for command in ("explain", "inspect"):
+            assert main([command, str(place)]) == 0
+            said = capsys.readouterr().out.replace("\n", "")
+            assert str(moved) in said and str(folder) not in said
+
+
 def test_a_record_of_an_older_stof_is_read(dump):
     (file,) = dump.glob("graph_*/record.json")
     body = json.loads(file.read_text())
