@@ -105,7 +105,7 @@ def _graph(report: GraphReport) -> Markup:
         ),
         (
             "fused operators",
-            str(len(report.groups)),
+            str(len(report.fused)),
             ", ".join(f"{stage} {count} operations" for stage, count in report.stages.items()),
         ),
     ]
