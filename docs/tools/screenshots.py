@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     browser = find_browser()
     if browser is None:
         sys.exit(MISSING)
-    records = load_dump(given.dump)
+    records = load_dump(given.dump, graphs=True)
     sites = [len(record.sites) for record in records]
     number = sites.index(max(sites)) if given.graph is None else given.graph
     record = records[number]

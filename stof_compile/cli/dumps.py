@@ -90,7 +90,7 @@ def _reports(dump: Path, ceilings: Path | None = None) -> list[GraphReport]:
     from stof_compile.report.load import load_ceilings, load_dump
     from stof_compile.report.model import read_report
 
-    records = load_dump(dump)
+    records = load_dump(dump, graphs=True)
     most = None if ceilings is None else load_ceilings(ceilings, records)
     return [read_report(number, record, most) for number, record in enumerate(records)]
 

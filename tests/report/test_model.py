@@ -9,7 +9,7 @@ from rich.console import Console
 
 from stof_compile import masks
 from stof_compile.cli import main
-from stof_compile.dump import Record, read_dump, write_dump
+from stof_compile.dump import STAGES, Record, read_dump, write_dump
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.tile_map import tile_map
 from stof_compile.plan import Plan
@@ -236,13 +236,33 @@ def test_a_damaged_dump_and_one_of_another_version(tmp_path, dump, capsys, text,
 
 
 def test_other_graphs_of_a_damaged_dump_are_named(dump, record, capsys):
-    record.graphs["captured"] = "another graph"
+    record.graphs["captured"] = record.graphs["captured"].replace("arange", "range_1")
     good = write_dump(record, dump)
     bad = next(folder for folder in dump.glob("graph_*") if folder != good)
     (bad / "record.json").write_bytes(b"\xff\xfe\x00")
     error = refused(capsys, dump)
     assert str(bad) in error and str(good) in error
     assert main(["inspect", str(good)]) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_that_is_cut_off(dump, capsys, stage):
+    (file,) = dump.glob(f"graph_*/{stage}.py")
+    text = file.read_text()
+    *_, middle, last = (i for i, letter in enumerate(text) if letter == "\n")
+    for stop in (0, text.index("forward"), middle // 2, middle, last - 1, last - 9):
+        file.write_text(text[:stop])
+        error = refused(capsys, dump)
+        assert error.startswith(f"stof: {file}: the {stage} graph is cut off (")
+        assert error.endswith(
+            "a graph ends with the return of its forward()); restore the file or dump again\n"
+        )
+        assert main(["explain", str(dump)]) == 0  # it reads no graphs
+        capsys.readouterr()
+    for whole in (text, text.rstrip(), text.replace("\n", "\r\n")):
+        file.write_text(whole)
+        assert main(["inspect", str(dump)]) == 0
+        capsys.readouterr()
 
 
 def test_wrong_calls(dump, tmp_path, capsys):
