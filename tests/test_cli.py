@@ -1,6 +1,7 @@
 """The command line: what it says, its exit codes, its JSON, and what it does not import."""
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -85,7 +86,10 @@ def test_shell_completion(typed, offered):
     "call, words",
     [
         (["nothing"], "nothing"),
-        ([], "Missing command"),
+        ([], "missing command"),
+        (["--nope"], "--nope"),
+        (["explain", "--nope"], "--nope"),
+        (["tune", "--mask"], "requires an argument"),
         (["tune"], "--model"),
         (["tune", "--model", "bert-base", "--mask", "diagonal"], "longformer"),
         (["tune", "--model", "bert-base", "--seq", "many"], "--seq"),
@@ -98,6 +102,12 @@ def test_wrong_calls(capsys, call, words):
     assert main(call) == 2
     captured = capsys.readouterr()
     assert words in captured.err and not captured.out
+    assert captured.err.startswith("stof: ") and captured.err.count("\n") == 1
+    command = " ".join(["stof", *itertools.takewhile(str.isalpha, call)]).removesuffix(" nothing")
+    next_step = f"; `{command} --help` says how it is called"
+    assert captured.err.endswith(f"{next_step}\n")
+    status, body = json_of(capsys, *call)
+    assert status == 2 and body["error"].endswith(next_step) and set(body) == {"error", "kind"}
 
 
 def test_errors_are_one_message(capsys, tmp_path, monkeypatch):
