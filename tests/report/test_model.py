@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from stof_compile.dump import STAGES, Record, read_dump, write_dump
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.tile_map import tile_map
 from stof_compile.plan import Plan
+from stof_compile.report.html import html_page
 from stof_compile.report.load import Ceilings
 from stof_compile.report.model import read_report, read_verdict, untimed
-from stof_compile.report.terminal import mask_lines, print_report
+from stof_compile.report.terminal import longest, mask_lines, microseconds, print_report
 from stof_compile.search.stage1 import MoveRecord
 from stof_compile.search.told import MAX_MOVES, told_moves
 from stof_compile.verdict import Verdict
@@ -103,6 +106,28 @@ def test_json_is_complete(dump, capsys):
     assert graph["verdict"]["winner"] == "fused"
     assert graph["steps"][0]["us"] == 10.0
     assert len(graph["pictures"]["mask_0"]["cells"]) == 8
+
+
+def test_times_side_by_side_have_one_unit(record):
+    assert [microseconds(us) for us in (None, 9.96, 9999.0, 10550.0)] == [
+        "-", "10.0 us", "9999.0 us", "10.55 ms",
+    ]  # fmt: skip
+    assert [microseconds(us, 10550.0) for us in (None, 4.2, 999.0, 6500.9, 10550.0)] == [
+        "-", "0.0042 ms", "0.999 ms", "6.50 ms", "10.55 ms",
+    ]  # fmt: skip
+    assert longest([None, 3.0, 4.0]) == 4.0 and longest([None]) == 0.0
+    choice = record.sites[0].choice
+    slow = replace(choice.candidates[1], median_us=30_000.0)
+    choice = replace(choice, candidates=(choice.candidates[0], slow))
+    record.sites = [replace(site, choice=choice) for site in record.sites[:3]]
+    text = printed(record)
+    assert re.search(r"block\[64,64,4,2\] +measured +0\.01 ms", text)
+    assert re.search(r"encoder\.layer\.0 and 2 more .* 30\.00 ms +0\.01 ms +3000\.00x", text)
+    assert re.search(r"layer_norm .* 0\.008 ms +0\.004 ms", text)
+    assert re.search(r"100\.0 us +fused", text)  # in another column
+    page = html_page([read_report(0, record)], "dump")
+    assert "90.00 ms → 0.03 ms, 3000.00x" in page and "0.024 ms → 0.012 ms, 2.00x" in page
+    assert "0.0095 ms to 0.011 ms" in page and "Measured in turns: 90.0 us before" in page
 
 
 # -- what the record holds for it -----------------------------------------------------------------
