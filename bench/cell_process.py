@@ -20,11 +20,13 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 CORES = "STOF_BENCH_CORES"  # of a worker, where workers run side by side
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -132,6 +134,23 @@ def end_all() -> None:
         end(process)
 
 
+@contextlib.contextmanager
+def ending_all() -> Iterator[None]:
+    """Nothing that the body has started outlives it, though SIGTERM ends it."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # once: it ends the processes from here on
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_all()
+        signal.signal(signal.SIGTERM, before)
+
+
 # -- in the server, and in the fork ----------------------------------------------------------------
 
 
@@ -161,6 +180,7 @@ def _begin(
     command: list[str], environment: dict[str, str], leads: bool, talks: Connection | None
 ) -> None:
     """Be the process that a command line would start."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its server ignores it: preload.py
     if leads:
         os.setpgid(0, 0)
     if talks is not None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from cell_process import cuda_started
 
+# where it reaches the whole group, the one that started cells ends them: it sees by the server
+# whether they run. The server ends with it.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 STARTED = dict(os.environ)  # before libraries add to it
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # with it torch.cuda.is_available() starts no CUDA
 COMPILERS = (

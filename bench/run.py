@@ -174,13 +174,14 @@ def main(arguments: list[str] | None = None) -> int:
         from worker import work
 
         return work(args)
-    if args.command == "paper":  # it imports while this process does
-        from cell_process import start_server
+    from cell_process import ending_all, start_server
 
-        start_server()
-    from driver import drive
+    with ending_all():
+        if args.command == "paper":  # it imports while this process does
+            start_server()
+        from driver import drive
 
-    return drive(args)
+        return drive(args)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class Record:
         packs: projections that share an input, one entry for equal groups.
         notes: remarks on the whole graph.
         pictures: name -> tiles of a mask (``masks.tile_map``), one for equal masks.
-        folder: where the dump was written, "" while it was not.
+        folder: where the dump was written, or is read from; "" while it is nowhere.
     """
 
     versions: dict[str, str] = field(default_factory=lambda: versions())
@@ -266,7 +266,9 @@ def read_record(folder: Path) -> Record:
     file = folder / "record.json"
     stages = {stage: folder / f"{stage}.py" for stage in STAGES}
     graphs = {stage: _text(path) for stage, path in stages.items() if path.is_file()}
-    return Record.from_json(_text(file), graphs, where=str(file))
+    record = Record.from_json(_text(file), graphs, where=str(file))
+    record.folder = str(folder)  # a dump may have been moved
+    return record
 
 
 def _text(file: Path) -> str:

@@ -31,6 +31,7 @@ from stof_compile.improve import Outcome, improve
 from stof_compile.inductor import config_patches
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, PackPlan
+from stof_compile.record_fusion import notes_without_fusion
 from stof_compile.search.form_workers import FormWorkers
 from stof_compile.store import Store, default_root, environment_key
 from stof_compile.variants import facts_at_call
@@ -237,7 +238,8 @@ class Forms:
             kept.record.options = found.options  # the user's
             kept.record.chains = found.chains
             kept.record.packs = [_left_apart(pack) for pack in found.packs]
-            kept.record.timings_s, kept.record.notes = found.timings_s, found.notes
+            kept.record.timings_s = found.timings_s
+            kept.record.notes = notes_without_fusion(found.notes)
         kept.record.notes += [note for note in (str(verdict), verdict.remark) if note]
         return kept, fastest.compiled
 

@@ -10,6 +10,8 @@ from stof_compile.fusion_result import FusionResult
 
 MAX_TEMPLATES = 3  # whose first calls are told
 MAX_REPEATS = 8  # told of a graph
+FOLDED = "copies of transposed operands folded into products"
+ROTATED = "rotary embeddings in the epilogue of"
 
 logger = logging.getLogger("stof_compile")
 
@@ -26,9 +28,9 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         where = f", {within} of them within a longer chain" if within else ""
         record.notes.append(f"the graph repeats {times} times: {name}{where}")
     if result.folded:
-        record.notes.append(f"copies of transposed operands folded into products: {result.folded}")
+        record.notes.append(f"{FOLDED}: {result.folded}")
     if result.rotated:
-        record.notes.append(f"rotary embeddings in the epilogue of {result.rotated} products")
+        record.notes.append(f"{ROTATED} {result.rotated} products")
     for reason, count in result.apart.items():
         record.notes.append(f"rotary embeddings left to Inductor, {count} times: {reason}")
     record.timings_s["fusion"] = result.seconds
@@ -39,6 +41,13 @@ def record_fusion(result: FusionResult, record: Record) -> None:
             f"{result.compiling_s:.1f} s waiting for compilers, {result.first_calls_s:.1f} s in "
             f"first calls{_longest(result.first_calls)}, {result.timing_s:.1f} s timing"
         )
+
+
+def notes_without_fusion(notes: Sequence[str]) -> list[str]:
+    """The notes where the graph that is kept is not the fused one: what only that one has is not
+    among them.
+    """
+    return [note for note in notes if not note.startswith((FOLDED, ROTATED))]
 
 
 def _longest(calls: Mapping[str, Sequence[float]]) -> str:

@@ -85,7 +85,7 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult:
             _print_result(console, result)
             plans = plans_of(result.explanation.graphs)  # their folder goes now
     save(result, plans, settings.dump_dir)
-    _print_plan(console, result, settings)
+    _print_plan(console, result, settings, rule)
     return result
 
 
@@ -200,15 +200,28 @@ def _print_result(console: Console, result: TuneResult) -> None:
     say(console, _spent(result))
 
 
-def _print_plan(console: Console, result: TuneResult, settings: TuneSettings) -> None:
+def _print_plan(
+    console: Console, result: TuneResult, settings: TuneSettings, rule: MaskSpec | None
+) -> None:
     graphs = result.explanation.graphs
-    rule = "" if settings.mask == "none" else ", 'mask': the same mask"
     several = f" for all {len(graphs)} graphs" if len(graphs) > 1 else ""
     say(
         console,
-        f"plan{several}: {result.plan}; torch.compile(model, backend='stof', options={{'plan': "
-        f"'{result.plan}'{rule}}}) follows it without a search",
+        f"plan{several}: {result.plan}; the model is tuned without gradients (torch.no_grad) and "
+        "follows it without a search, compiled so:",
     )
+    options = {"plan": repr(str(result.plan))}
+    options |= {"mode": repr(settings.mode)} if settings.mode else {}
+    options |= {"mask": f"masks.{rule}"} if rule is not None else {}
+    lines = ["import torch"]
+    lines += ["from stof_compile import masks"] if rule is not None else []
+    told = ", ".join(f"{name!r}: {value}" for name, value in options.items())
+    lines += [
+        f"options = {{{told}}}",
+        "fast = torch.compile(model, backend='stof', dynamic=False, options=options)",
+    ]
+    for line in lines:  # from the edge, to be copied
+        say(console, line)
 
 
 def _spent(result: TuneResult) -> str:

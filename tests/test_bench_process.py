@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def act(folder):
     sys.path.insert(0, str(BENCH))
     import cell_process
     import driver
+    import run
 
     cell = folder / "cell.py"
     cell.write_text(CELL)
@@ -122,17 +124,31 @@ def act(folder):
         except KeyboardInterrupt:
             seen[f"interrupted {gpus}"] = [n for n in names if (folder / n).exists()]
         interrupt.join()
+
+    args.gpus, unit = 1, driver.Unit("hangs3", 1)
+    driver.drive = lambda given: driver.run_units(args, [unit], time.monotonic())
+    server = forkserver._forkserver._forkserver_pid  # where the group is told, as by timeout
+    told = folder, ["hangs3"], signal.SIGTERM, server
+    interrupt = threading.Thread(target=interrupt_when, args=told)
+    interrupt.start()
+    try:
+        run.main(["e2e"])
+    except SystemExit as end:
+        seen["told to end"] = end.code
+    interrupt.join()
     seen["alive"] = [path.name for path in folder.glob("hangs*") if still_runs(path)]
     return seen
 
 
-def interrupt_when(folder, names):
+def interrupt_when(folder, names, number=signal.SIGINT, *others):
     """Be the one who presses Ctrl-C when all of these cells have started."""
     end = time.monotonic() + 60
     while time.monotonic() < end and not all((folder / name).exists() for name in names):
         time.sleep(0.05)
+    for pid in others:
+        os.kill(pid, number)
     time.sleep(0.2)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)
 
 
 def still_runs(path):
@@ -225,9 +241,14 @@ def test_ctrl_c_ends_the_cells_and_begins_no_other(seen):
     assert acted["interrupted 2"] == ["hangs2a", "hangs2b"]
 
 
+def test_sigterm_ends_the_run(seen):
+    _, acted, _ = seen
+    assert acted["told to end"] == 143
+
+
 def test_nothing_that_a_cell_started_outlives_it(seen):
     folder, acted, _ = seen
-    assert len(list(folder.glob("hangs*"))) == 4 and acted["alive"] == []
+    assert len(list(folder.glob("hangs*"))) == 5 and acted["alive"] == []
 
 
 def test_importing_ahead_asks_cuda_nothing():

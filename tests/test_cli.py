@@ -1,6 +1,7 @@
 """The command line: what it says, its exit codes, its JSON, and what it does not import."""
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from stof_compile import zoo
-from stof_compile.cli import bench, main, runs
+from stof_compile.cli import main, runs
 from stof_compile.cli.output import output
 from stof_compile.cli.parts import supported_torch, tools
 from stof_compile.demo import DemoResult, DemoSettings, Row
@@ -85,7 +86,10 @@ def test_shell_completion(typed, offered):
     "call, words",
     [
         (["nothing"], "nothing"),
-        ([], "Missing command"),
+        ([], "missing command"),
+        (["--nope"], "--nope"),
+        (["explain", "--nope"], "--nope"),
+        (["tune", "--mask"], "requires an argument"),
         (["tune"], "--model"),
         (["tune", "--model", "bert-base", "--mask", "diagonal"], "longformer"),
         (["tune", "--model", "bert-base", "--seq", "many"], "--seq"),
@@ -98,6 +102,12 @@ def test_wrong_calls(capsys, call, words):
     assert main(call) == 2
     captured = capsys.readouterr()
     assert words in captured.err and not captured.out
+    assert captured.err.startswith("stof: ") and captured.err.count("\n") == 1
+    command = " ".join(["stof", *itertools.takewhile(str.isalpha, call)]).removesuffix(" nothing")
+    next_step = f"; `{command} --help` says how it is called"
+    assert captured.err.endswith(f"{next_step}\n")
+    status, body = json_of(capsys, *call)
+    assert status == 2 and body["error"].endswith(next_step) and set(body) == {"error", "kind"}
 
 
 def test_errors_are_one_message(capsys, tmp_path, monkeypatch):
@@ -358,42 +368,3 @@ def test_tune_saves_a_plan(capsys, tmp_path, fresh_dynamo, monkeypatch):
 def test_tune_refuses_bad_input(capsys):
     assert main(["tune", "--model", "bert-bass"]) == 2
     assert "no such model; give a model of the zoo" in capsys.readouterr().err
-
-
-# -- bench ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A repository with a bench/run.py that says what it was given; not installed."""
-    (tmp_path / "bench").mkdir()
-    script = tmp_path / "bench" / "run.py"
-    script.write_text("import sys\nprint('bench', *sys.argv[1:])\nsys.exit(3)\n")
-    (tmp_path / "pyproject.toml").write_text('name = "stof-compile"\n')
-    monkeypatch.setattr("stof_compile.cli.bench.__file__", str(tmp_path / "a" / "b" / "c" / "d.py"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_bench_hands_on(capfd, project):
-    assert main(["bench", "e2e", "--model", "gpt2", "--resume"]) == 3
-    assert capfd.readouterr().out == "bench e2e --model gpt2 --resume\n"
-    assert main(["bench", "e2e", "--json", "--resume"]) == 3
-    captured = capfd.readouterr()
-    body = json.loads(captured.out)
-    assert body["command"] == ["e2e", "--resume"] and body["exit_code"] == 3
-    assert body["output"] == ["bench e2e --resume"] and "bench e2e --resume" in captured.err
-    assert main(["bench", "--help"]) == 0
-    assert "bench/run.py" in capfd.readouterr().out
-
-
-def test_bench_is_found_beside_an_editable_install():
-    assert bench.find_bench() == ROOT / "bench" / "run.py"
-
-
-def test_bench_that_is_not_here(capsys, project):
-    (project / "bench" / "run.py").unlink()
-    assert main(["bench", "cpu"]) == 1
-    assert "clone the repository" in capsys.readouterr().err
-    status, body = json_of(capsys, "bench", "cpu")
-    assert status == 1 and "clone the repository" in body["error"]

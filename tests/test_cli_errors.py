@@ -33,7 +33,8 @@ def filled(tmp_path, monkeypatch):
 def dump(tmp_path):
     from stof_compile.dump import Record, write_dump
 
-    write_dump(Record(graphs={"captured": "x = 1"}), tmp_path / "dump")
+    text = "class G:\n    def forward(self, x):\n        return (x,)"
+    write_dump(Record(graphs={"captured": text}), tmp_path / "dump")
     return tmp_path / "dump"
 
 

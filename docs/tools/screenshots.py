@@ -59,8 +59,8 @@ def shots(report: GraphReport) -> list[Shot]:
     record = report.record
     rewritten = sum(site.status == "rewritten" for site in record.sites)
     facts = f"{rewritten} of {len(record.sites)} attention sites rewritten"
-    if report.groups:
-        facts += f", {len(report.groups)} fused operators"
+    if report.fused:
+        facts += f", {len(report.fused)} fused operators"
     timed = [step for step in report.steps if step.timed]
     chains = ", chains with their schemes, moves accepted and rejected" if record.chains else ""
     return [
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     browser = find_browser()
     if browser is None:
         sys.exit(MISSING)
-    records = load_dump(given.dump)
+    records = load_dump(given.dump, graphs=True)
     sites = [len(record.sites) for record in records]
     number = sites.index(max(sites)) if given.graph is None else given.graph
     record = records[number]

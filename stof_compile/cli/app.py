@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from stof_compile.cli.output import print_json, watched_stdout
 from stof_compile.cli.runs import demo, tune
 
 READER_GONE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
+WRONG = 2
+# UsageError, which typer does not export
+WrongCall = cast(type[Exception], typer.BadParameter.__mro__[1])
 INTERRUPTED = 128 + 2  # the same of SIGINT
 INTERRUPTED_WORDS = (
     "interrupted before the end; call it again, it goes on with what was measured until now (in "
@@ -80,21 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        typer.main.get_command(app)(args=arguments, prog_name="stof")
-    except SystemExit as end:
-        refused = end.__context__  # what typer has told people already
-        if "--json" in arguments and refused and hasattr(refused, "format_message"):
-            _print_error(refused.format_message(), refused)
-        stopped = getattr(refused, "__cause__", None)  # typer makes an exit of it
-        if isinstance(stopped, KeyboardInterrupt):
-            return _tell(INTERRUPTED, INTERRUPTED_WORDS, stopped, arguments)
+        ended = typer.main.get_command(app)(args=arguments, prog_name="stof", standalone_mode=False)
+    except SystemExit as end:  # completion, a broken pipe, bench that was told to end
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except typer.Abort:  # Ctrl-C under an older typer
+        ended = INTERRUPTED
+    except WrongCall as error:
+        return _tell(WRONG, _put_right(error, arguments), error, arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         status, message = _told(error)
         if status is None:
             raise
         return _tell(status, message, error, arguments)
-    return 0
+    if ended == INTERRUPTED:
+        return _tell(INTERRUPTED, INTERRUPTED_WORDS, KeyboardInterrupt(), arguments)
+    return ended if isinstance(ended, int) else 0
+
+
+def _put_right(error: Any, arguments: list[str]) -> str:
+    """What typer says about a call, and where to read what it may be."""
+    words = str(error.format_message()).rstrip(". ")
+    path = " ".join(["stof", *arguments[:1]]) if error.ctx is None else error.ctx.command_path
+    return f"{words[:1].lower()}{words[1:]}; `{path} --help` says how it is called"
 
 
 def _tell(status: int, message: str, error: BaseException, arguments: list[str]) -> int:

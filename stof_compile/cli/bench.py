@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -41,15 +45,16 @@ def bench(
         command = [sys.executable, str(script), *given]
         started = time.monotonic()
         if not as_json:
-            out.status = subprocess.run(command, check=False).returncode
+            with _running(command) as run:
+                out.status = run.wait()
             return
         lines = []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        with _running(command, stdout=subprocess.PIPE) as run:
             assert run.stdout is not None, "asked for as a pipe"
             for line in run.stdout:
                 lines.append(line.rstrip("\n"))
                 typer.echo(lines[-1], err=True)  # it may take hours
-        out.status = run.returncode
+            out.status = run.wait()
         out.result = {
             "command": given,
             "exit_code": run.returncode,
@@ -58,6 +63,25 @@ def bench(
         }
         if run.returncode:
             out.result |= {"error": _failure(run.returncode), "kind": "BenchFailed"}
+
+
+@contextmanager
+def _running(command: Sequence[str], stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A command that ends with this process, though SIGTERM or Ctrl-C ends it."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    with subprocess.Popen(command, stdout=stdout, text=True) as run:
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield run
+        except BaseException:
+            run.terminate()
+            run.wait()  # it has cells to end
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _failure(status: int) -> str:

@@ -90,15 +90,20 @@ def _reports(dump: Path, ceilings: Path | None = None) -> list[GraphReport]:
     from stof_compile.report.load import load_ceilings, load_dump
     from stof_compile.report.model import read_report
 
-    records = load_dump(dump)
+    records = load_dump(dump, graphs=True)
     most = None if ceilings is None else load_ceilings(ceilings, records)
     return [read_report(number, record, most) for number, record in enumerate(records)]
 
 
 def _write_page(reports: list[GraphReport], dump: str, page: Path) -> None:
+    from stof_compile.errors import StofOptionError
     from stof_compile.places import not_written
     from stof_compile.report.html import write_html
 
+    if page.is_dir():
+        raise StofOptionError(
+            f"--html {page} is a folder; name a file, for instance {page / 'report.html'}"
+        )
     try:
         write_html(reports, dump, page)
     except OSError as error:

@@ -20,7 +20,7 @@ from stof_compile.report.model import (
     spell_config,
     spell_kernel,
 )
-from stof_compile.report.terminal import microseconds
+from stof_compile.report.terminal import longest, microseconds
 
 PARTS = ("environment", "graph", "site", "mask", "kernel", "chain", "segment", "pack", "time")
 """In the order in which they are told; fallbacks come last."""
@@ -130,7 +130,7 @@ class _Comparison:
     def _time(self, part: str, where: str, what: str, a: float | None, b: float | None) -> None:
         if a is not None and b is not None and abs(a - b) <= SAME_TIME * max(a, b):
             return
-        words = ["" if us is None else microseconds(us) for us in (a, b)]
+        words = ["" if us is None else microseconds(us, longest((a, b))) for us in (a, b)]
         if a and b:
             words[1] += f" ({a / b:.2f}x)"
         self._note(part, where, what, words[0], words[1])

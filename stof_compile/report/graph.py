@@ -116,6 +116,24 @@ def read_graph(stage: str, text: str) -> Graph:
     return Graph(stage, ops, "", Counter(op.kind for op in ops))
 
 
+def lacks_its_end(text: str) -> str:
+    """What stands where a graph has the return of its ``forward()``; empty where that is there.
+
+    The text of a graph ends with it, of a graph within a graph too. A text that ends so and cannot
+    be parsed is whole all the same: operands of any kind are printed as they print themselves.
+    """
+    lines = text.rstrip().splitlines()
+    last = lines[-1].strip() if lines else ""
+    try:
+        body = ast.parse(last).body
+    except (SyntaxError, ValueError):
+        body = []
+    if len(body) == 1 and isinstance(body[0], ast.Return) and body[0].value is not None:
+        return ""
+    shown = last if len(last) <= 60 else f"{last[:57]}..."
+    return f"line {len(lines)} is the last one: {shown!r}" if last else "it is empty"
+
+
 def _forward(tree: ast.Module) -> list[ast.stmt] | None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef):

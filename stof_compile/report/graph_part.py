@@ -9,7 +9,7 @@ from stof_compile.report.layout import layout
 from stof_compile.report.markup import Markup, el, join
 from stof_compile.report.model import GraphReport, spell_config
 from stof_compile.report.pictures import PALETTE, graph_picture
-from stof_compile.report.terminal import microseconds
+from stof_compile.report.terminal import longest, microseconds
 
 PLACES = 4  # source lines shown of each group
 VIEWS = "Views (reshape, transpose and the like) are not drawn."
@@ -150,8 +150,9 @@ def _entry(report: GraphReport, entry: Alike) -> Markup:
     ]
     segment = first.segment
     if segment is not None:
-        took = microseconds(segment.median_us)
-        library = microseconds(segment.library_us)
+        most = longest((segment.median_us, segment.library_us))
+        took = microseconds(segment.median_us, most)
+        library = microseconds(segment.library_us, most)
         parts.append(el("p", "template ", el("b", segment.template)))
         parts.append(el("p", "config ", el("code", spell_config(segment.config) or "none")))
         parts.append(el("p", f"{took} a call; the same operations under torch.compile {library}"))

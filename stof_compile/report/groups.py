@@ -49,6 +49,11 @@ class Group:
     segment: SegmentPlan | None = None
     site: str = ""
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether the operator is attention."""
+        return "attention" in self.op.kind
+
 
 def find_groups(before: Graph, after: Graph) -> list[Group]:
     """The operators of STOF in ``after``, with the operations of ``before`` they replaced."""
@@ -125,7 +130,7 @@ def with_plans(
     joined = []
     for group in groups:
         name = group.op.kind.removeprefix("stof.")
-        if "attention" in name:
+        if group.is_attention:
             joined.append(replace(group, site=next(attention, ("", ""))[0]))
             continue
         found = _segment_of(group, name, chains)

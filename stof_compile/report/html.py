@@ -13,7 +13,7 @@ from stof_compile.report.markup import Markup, el, join
 from stof_compile.report.model import GraphReport
 from stof_compile.report.search_part import search_section
 from stof_compile.report.sites_part import sites_section
-from stof_compile.report.terminal import microseconds
+from stof_compile.report.terminal import longest, microseconds
 from stof_compile.report.time_part import rest_section, time_section
 from stof_compile.store import write_named
 
@@ -105,16 +105,17 @@ def _graph(report: GraphReport) -> Markup:
         ),
         (
             "fused operators",
-            str(len(report.groups)),
+            str(len(report.fused)),
             ", ".join(f"{stage} {count} operations" for stage, count in report.stages.items()),
         ),
     ]
     if verdict and verdict.winner in verdict.times_us:
         took = verdict.times_us[verdict.winner]
         against = verdict.times_us.get(TORCH)
+        most = longest((took, against))
         gain = f"{against / took:.2f}x" if against and took else microseconds(took)
-        words = f"{verdict.winner}: {microseconds(took)}"
-        words += f", torch.compile: {microseconds(against)}" if against else ""
+        words = f"{verdict.winner}: {microseconds(took, most)}"
+        words += f", torch.compile: {microseconds(against, most)}" if against else ""
         facts.append(("whole graph", gain, words))
     items = [
         el("li", el("span", name, cls="dim"), el("b", value), words) for name, value, words in facts

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stof_compile.dump import Record, dump_folders, read_record
 from stof_compile.errors import StofPlanError
+from stof_compile.report.graph import lacks_its_end
+from stof_compile.typed_json import problem_told, read_json
+
+MEASURED = "as bench/ writes it beside its CSV (`stof bench ceilings` measures one)"
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,15 @@ class Ceilings:
         return max(nbytes / self.copy_tb_s / 1e6, flops / self.matmul_tflops / 1e6)
 
 
-def load_dump(path: Path) -> list[Record]:
+def load_dump(path: Path, graphs: bool = False) -> list[Record]:
     """Read all graphs of a dump.
 
     Args:
         path: folder given as ``dump_dir``, one of its graph folders, or a record.json.
+        graphs: their texts are read, too, so these have to be whole.
     Raises:
-        StofPlanError: there is no dump, or a record is damaged or of another version.
+        StofPlanError: there is no dump, or a record is damaged or of another version, or the text
+            of a graph was cut off.
     """
     if path.name == "record.json":
         path = path.parent
@@ -58,7 +62,10 @@ def load_dump(path: Path) -> list[Record]:
     failures: list[StofPlanError] = []
     for folder in folders:
         try:
-            records.append(read_record(folder))
+            record = read_record(folder)
+            if graphs:
+                _check_texts(record)
+            records.append(record)
             good.append(str(folder))
         except StofPlanError as failure:
             failures.append(failure)
@@ -68,6 +75,16 @@ def load_dump(path: Path) -> list[Record]:
             message += f" (the other graphs are fine, read them one by one: {', '.join(good)})"
         raise StofPlanError(message)
     return records
+
+
+def _check_texts(record: Record) -> None:
+    for stage, text in record.graphs.items():
+        found = lacks_its_end(text)
+        if found:
+            raise StofPlanError(
+                f"{Path(record.folder) / stage}.py: the {stage} graph is cut off ({found}; a graph "
+                "ends with the return of its forward()); restore the file or dump again"
+            )
 
 
 def load_ceilings(path: Path, records: list[Record]) -> Ceilings:
@@ -80,13 +97,18 @@ def load_ceilings(path: Path, records: list[Record]) -> Ceilings:
         StofPlanError: unreadable, incomplete, or of another device.
     """
     try:
-        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path.read_text(encoding="utf-8"))
         found = Ceilings(float(body["copy_tb_s"]), float(body["matmul_tflops"]))
         device = str(body["device"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except OSError as error:
         raise StofPlanError(
-            f"--ceilings {path}: cannot be read ({error!r}); it has to be JSON with device, "
-            "copy_tb_s and matmul_tflops, as bench/ writes beside its CSV"
+            f"--ceilings {path} cannot be read ({error.strerror or error}): name a file "
+            f"*.ceilings.json, {MEASURED}"
+        ) from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StofPlanError(
+            f"--ceilings {path} holds no ceilings ({problem_told(error)}): it has to be JSON with "
+            f"device, copy_tb_s and matmul_tflops, {MEASURED}"
         ) from error
     if not (0 < found.copy_tb_s < float("inf") and 0 < found.matmul_tflops < float("inf")):
         raise StofPlanError(f"--ceilings {path}: rates are positive numbers, got {found}")

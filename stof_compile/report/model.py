@@ -115,6 +115,11 @@ class GraphReport:
     verdict: Verdict | None
     ceilings: Ceilings | None = field(default=None)
 
+    @property
+    def fused(self) -> tuple[Group, ...]:
+        """The groups that are fused operators: all but attention."""
+        return tuple(group for group in self.groups if not group.is_attention)
+
 
 def read_report(number: int, record: Record, ceilings: Ceilings | None = None) -> GraphReport:
     """Make the report of a graph."""

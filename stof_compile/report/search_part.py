@@ -14,7 +14,7 @@ from stof_compile.report.model import (
     spell_kernel,
 )
 from stof_compile.report.pictures import bar, scheme_picture
-from stof_compile.report.terminal import microseconds
+from stof_compile.report.terminal import longest, microseconds
 
 CANDIDATES = 8  # of a decision, the others on demand
 
@@ -39,7 +39,8 @@ def search_section(report: GraphReport) -> Markup:
 def _decision(decision: Decision) -> Markup:
     choice = decision.choice
     name = named(decision.sites)
-    times = [c.median_us for c in choice.candidates if c.median_us is not None]
+    slowest = longest(c.median_us for c in choice.candidates)
+    most = longest(us for c in choice.candidates for us in (c.median_us, c.p80_us))
     ordered = sorted(choice.candidates, key=lambda c: (c.median_us is None, c.median_us or 0.0))
     rows = []
     for candidate in ordered:
@@ -47,16 +48,17 @@ def _decision(decision: Decision) -> Markup:
         same = spelled == spell_kernel(choice.kernel, choice.config)
         drawn = None
         if candidate.median_us is not None:
-            drawn = bar(0, candidate.median_us, max(times), "ours" if same else "theirs")
+            drawn = bar(0, candidate.median_us, slowest, "ours" if same else "theirs")
         spread = ""
         if candidate.p20_us is not None and candidate.p80_us is not None:
-            spread = f"{microseconds(candidate.p20_us)} to {microseconds(candidate.p80_us)}"
+            ends = (microseconds(us, most) for us in (candidate.p20_us, candidate.p80_us))
+            spread = " to ".join(ends)
         rows.append(
             el(
                 "tr",
                 el("td", spelled, cls="line"),
                 el("td", "accepted" if same else candidate.status),
-                el("td", microseconds(candidate.median_us), cls="n"),
+                el("td", microseconds(candidate.median_us, most), cls="n"),
                 el("td", spread, cls="line"),
                 el("td", drawn, cls="wide"),
                 el("td", candidate.reason, cls="wide"),
@@ -89,8 +91,9 @@ def _chain(number: int, chain: ChainPlan) -> Markup:
 
     segments = []
     for segment in chain.segments:
+        most = longest((segment.median_us, *(us for _, us in segment.trials)))
         trials = [
-            el("li", f"{words}: {'failed' if us is None else microseconds(us)}")
+            el("li", f"{words}: {'failed' if us is None else microseconds(us, most)}")
             for words, us in segment.trials
         ]
         if segment.template == "inductor" and not trials:
@@ -102,7 +105,7 @@ def _chain(number: int, chain: ChainPlan) -> Markup:
                 "li",
                 f"{kinds_of(chain, segment)}: ",
                 el("b", f"{segment.template} {config}".strip()),
-                f", {microseconds(segment.median_us)}{more}",
+                f", {microseconds(segment.median_us, most)}{more}",
                 el("details", el("summary", "fastest trials"), el("ol", *trials))
                 if trials
                 else None,
@@ -110,9 +113,10 @@ def _chain(number: int, chain: ChainPlan) -> Markup:
         )
     times = ""
     if chain.initial_us is not None and chain.final_us is not None:
+        most = longest((chain.initial_us, chain.final_us))
         times = (
-            f"Measured in turns: {microseconds(chain.initial_us)} before, "
-            f"{microseconds(chain.final_us)} after. "
+            f"Measured in turns: {microseconds(chain.initial_us, most)} before, "
+            f"{microseconds(chain.final_us, most)} after. "
         )
     return el(
         "div",
@@ -130,7 +134,8 @@ def _moves(chain: ChainPlan) -> Markup:
     if not chain.moves:
         reason = "followed from a plan" if chain.source == "plan" else f"source: {chain.source}"
         return el("p", f"The dump holds no moves for this chain ({reason}).", cls="dim")
-    rows = [_move(chain, i, move) for i, move in enumerate(chain.moves, 1)]
+    most = longest(us for move in chain.moves for us in (move.before_us, move.after_us))
+    rows = [_move(chain, i, move, most) for i, move in enumerate(chain.moves, 1)]
     kept = sum(move.outcome == "kept" for move in chain.moves)
     words = f"{len(rows)} moves, {kept} accepted"
     if chain.moves_left_out:
@@ -140,7 +145,7 @@ def _moves(chain: ChainPlan) -> Markup:
     return el("details", el("summary", words), listed, open="" if len(rows) <= 12 else None)
 
 
-def _move(chain: ChainPlan, number: int, move: MovePlan) -> Markup:
+def _move(chain: ChainPlan, number: int, move: MovePlan, most: float) -> Markup:
     return el(
         "tr",
         el("td", number),
@@ -151,8 +156,8 @@ def _move(chain: ChainPlan, number: int, move: MovePlan) -> Markup:
             el("span", "→ ", cls="narrow"),
             scheme_picture(scheme_bits(chain, move.after), chain.kinds),
         ),
-        el("td", microseconds(move.before_us), cls="n"),
-        el("td", el("span", "→ ", cls="narrow"), microseconds(move.after_us), cls="n"),
+        el("td", microseconds(move.before_us, most), cls="n"),
+        el("td", el("span", "→ ", cls="narrow"), microseconds(move.after_us, most), cls="n"),
         el("td", f"{'accepted' if move.outcome == 'kept' else move.outcome} {move.reason}".strip()),
         cls="kept" if move.outcome == "kept" else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +28,7 @@ MARKS = {"unicode": ("· ", "▒▒", "██"), "ascii": (". ", "++", "##")}
 MOVES = 12  # of a chain
 CANDIDATES = 6  # of a decision
 KINDS = 8  # of operations
+MILLISECONDS_FROM = 10_000  # microseconds
 
 
 def print_report(reports: Sequence[GraphReport], console: Console) -> None:
@@ -53,11 +54,22 @@ def mask_lines(picture: dict[str, Any], cells: int = CELLS, marks: str = "unicod
     return lines
 
 
-def microseconds(us: float | None) -> str:
-    """A time as text; "-" where there is none."""
+def microseconds(us: float | None, longest_us: float = 0.0) -> str:
+    """A time as text; "-" where there is none.
+
+    Args:
+        longest_us: the longest of the times in the same column or sentence: they share its unit.
+    """
     if us is None:
         return "-"
-    return f"{us / 1000:.2f} ms" if us >= 10000 else f"{us:.1f} us"
+    if max(us, longest_us) < MILLISECONDS_FROM:
+        return f"{us:.1f} us"
+    return f"{us / 1000:.2f} ms" if us >= 1000 else f"{us / 1000:.3g} ms"
+
+
+def longest(times_us: Iterable[float | None]) -> float:
+    """The longest of some times, 0 where there is none."""
+    return max((us for us in times_us if us is not None), default=0.0)
 
 
 def rate(value: float) -> str:
@@ -107,7 +119,7 @@ class _Printer:
     def _table(self, *columns: str) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for column in columns:
-            right = column in ("us", "before", "after", "x", "gain", "floor", "number")
+            right = column in ("time", "before", "after", "x", "gain", "floor", "number")
             table.add_column(column, justify="right" if right else "left", overflow="fold")
         return table
 
@@ -199,15 +211,16 @@ class _Printer:
         self._title(f"kernel of {named(decision.sites)}")
         chosen = spell_kernel(choice.kernel, choice.config)
         self._line(f"  {chosen} ({choice.source}): {choice.reason}")
-        table = self._table("candidate", "status", "us", "error", "reason")
+        table = self._table("candidate", "status", "time", "error", "reason")
         timed = sorted(
             choice.candidates,
             key=lambda c: (c.median_us is None, c.median_us or 0.0),
         )
+        most = longest(candidate.median_us for candidate in timed[:CANDIDATES])
         for candidate in timed[:CANDIDATES]:
             name = spell_kernel(candidate.kernel, candidate.config)
             error = "" if candidate.error is None else f"{candidate.error:.1e}"
-            time = microseconds(candidate.median_us)
+            time = microseconds(candidate.median_us, most)
             row = (name, candidate.status, time, error, candidate.reason)
             table.add_row(*map(Text, row), style="green" if name == chosen else "")
         self._console.print(table)
@@ -221,6 +234,7 @@ class _Printer:
             self._line("  nothing was measured")
             return
         table = self._table("part", "x", "before", "after", "gain", "runs as", "rate", "floor")
+        most = longest(us for step in steps for us in (step.us, step.library_us))
         for step in steps:
             gain = "-"
             if step.us and step.library_us:
@@ -231,8 +245,8 @@ class _Printer:
             row = (
                 step.name,
                 str(step.count),
-                microseconds(step.library_us),
-                microseconds(step.us),
+                microseconds(step.library_us, most),
+                microseconds(step.us, most),
                 gain,
                 step.how,
                 ", ".join(rates) or "-",
@@ -262,8 +276,9 @@ class _Printer:
                 if segment.template != "inductor":
                     config = spell_config(segment.config)
                     self._line(f"  {kinds_of(chain, segment)} -> {segment.template} {config}")
+                most = longest(us for _, us in segment.trials[:3])
                 for words, us in segment.trials[:3]:
-                    took = "failed" if us is None else microseconds(us)
+                    took = "failed" if us is None else microseconds(us, most)
                     self._line(f"    trial {words}: {took}", "dim")
                 if segment.measured > 3:
                     self._line(f"    of {segment.measured} measured", "dim")
@@ -275,13 +290,14 @@ class _Printer:
             return
         told = sorted(chain.moves, key=lambda move: move.outcome != "kept")[:MOVES]
         table = self._table("move", "from", "to", "before", "after", "outcome", "reason")
+        most = longest(us for move in told for us in (move.before_us, move.after_us))
         for move in (move for move in chain.moves if move in told):
             row = (
                 move.name,
                 scheme_bits(chain, move.before),
                 scheme_bits(chain, move.after),
-                microseconds(move.before_us),
-                microseconds(move.after_us),
+                microseconds(move.before_us, most),
+                microseconds(move.after_us, most),
                 move.outcome,
                 move.reason,
             )
@@ -297,9 +313,10 @@ class _Printer:
         if verdict is None:
             self._line("  not compared as a whole")
             return
+        most = longest(verdict.times_us.values())
         for name, us in verdict.times_us.items():
             kept = name == verdict.winner
-            text = f"  {microseconds(us).rjust(10)}  {name}{'  <- kept' if kept else ''}"
+            text = f"  {microseconds(us, most).rjust(10)}  {name}{'  <- kept' if kept else ''}"
             self._line(text, "green" if kept else "")
         if not verdict.times_us:
             self._line(f"  kept: {verdict.winner}, there was no time to compare")

@@ -6,7 +6,7 @@ from stof_compile.dump_text import spent
 from stof_compile.report.markup import Markup, el, join
 from stof_compile.report.model import GraphReport, Step, untimed
 from stof_compile.report.pictures import bar, key
-from stof_compile.report.terminal import microseconds, rate
+from stof_compile.report.terminal import longest, microseconds, rate
 
 
 def time_section(report: GraphReport) -> Markup:
@@ -20,13 +20,15 @@ def time_section(report: GraphReport) -> Markup:
     ours = sum(step.count * (step.us or 0) for step in timed)
     theirs = sum(step.count * (step.library_us or 0) for step in timed)
     rows, at_ours, at_theirs = [], 0.0, 0.0
+    most = longest(step.count * (us or 0) for step in timed for us in (step.us, step.library_us))
     for step in timed:
-        rows.append(_step(step, at_ours, at_theirs, max(ours, theirs)))
+        rows.append(_step(step, at_ours, at_theirs, max(ours, theirs), most))
         at_ours += step.count * (step.us or 0)
         at_theirs += step.count * (step.library_us or 0)
     remarks = [
-        f"Together {microseconds(theirs)} under torch.compile and {microseconds(ours)} with STOF, "
-        "each part measured alone and taken as often as it occurs.",
+        f"Together {microseconds(theirs, ours)} under torch.compile and "
+        f"{microseconds(ours, theirs)} with STOF, each part measured alone and taken as often as "
+        "it occurs.",
     ]
     if untimed(report.steps):
         remarks.append(f"Parts without two times, not in it: {untimed(report.steps)}.")
@@ -45,7 +47,7 @@ def time_section(report: GraphReport) -> Markup:
     )
 
 
-def _step(step: Step, at_ours: float, at_theirs: float, whole: float) -> Markup:
+def _step(step: Step, at_ours: float, at_theirs: float, whole: float, most: float) -> Markup:
     us, library = step.count * (step.us or 0), step.count * (step.library_us or 0)
     gain = f", {library / us:.2f}x" if us else ""
     facts = []
@@ -66,7 +68,7 @@ def _step(step: Step, at_ours: float, at_theirs: float, whole: float) -> Markup:
         ),
         el(
             "div",
-            f"{microseconds(library)} → {microseconds(us)}{gain}",
+            f"{microseconds(library, most)} → {microseconds(us, most)}{gain}",
             el("br"),
             el("span", ", ".join(facts), cls="dim"),
         ),
@@ -81,7 +83,7 @@ def rest_section(report: GraphReport) -> Markup:
     if verdict is None or not verdict.times_us:
         parts.append(el("p", "The graph was not compared as a whole."))
     else:
-        longest = max(verdict.times_us.values())
+        most = longest(verdict.times_us.values())
         rows = []
         for name, us in verdict.times_us.items():
             kept = name == verdict.winner
@@ -89,8 +91,8 @@ def rest_section(report: GraphReport) -> Markup:
                 el(
                     "li",
                     el("div", el("b", f"{name} (kept)") if kept else name),
-                    el("div", bar(0, us, longest, "ours" if kept else "theirs"), cls="bars"),
-                    el("div", microseconds(us)),
+                    el("div", bar(0, us, most, "ours" if kept else "theirs"), cls="bars"),
+                    el("div", microseconds(us, most)),
                 )
             )
         parts.append(el("ol", *rows, cls="fall"))

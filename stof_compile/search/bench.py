@@ -109,7 +109,7 @@ class DeviceBench:
     Attributes:
         measuring_s: seconds spent compiling, checking and timing candidates. first_calls_s: of
             these, calling candidates for the first time and checking what comes out, which
-            compiles what no worker has; timing_s: timing them.
+            compiles what no worker has; timing_s: timing them, alone and in turns.
         first_calls: template -> seconds of each first call of a candidate.
     """
 
@@ -200,9 +200,8 @@ class DeviceBench:
                 self.first_calls.setdefault(candidate.template, []).append(called - began)
             if not report.ok:
                 return report, None
-            timing = time_callable(call, sets, self.device, budget_s=TRIAL_S)
-            self.timing_s += time.monotonic() - called
-            return report, timing
+            with self._timed():
+                return report, time_callable(call, sets, self.device, budget_s=TRIAL_S)
 
         started = time.monotonic()
         with self._counted():
@@ -237,9 +236,10 @@ class DeviceBench:
             ]
             most = max(map(len, held.values()), default=1)
             turns = [(turn,) for turn in range(min(most, 8))]
-            timings = time_as_in_use(
-                scheme_calls(bound, held), turns, self.device, turn_s=turn_s, rounds=rounds
-            )
+            with self._timed():
+                timings = time_as_in_use(
+                    scheme_calls(bound, held), turns, self.device, turn_s=turn_s, rounds=rounds
+                )
         return [timing.median_us for timing in timings]
 
     def operands(self, recipe: Recipe) -> tuple[Tensor, ...]:
@@ -256,7 +256,7 @@ class DeviceBench:
             (ABBA), so that a drift of the machine favours none.
         """
         taken: list[list[list[float]]] = [[] for _ in fns]
-        with self._counted():
+        with self._counted(), self._timed():
             for number in range(rounds + 1):  # the first one warms up
                 order = range(len(fns)) if number % 2 else reversed(range(len(fns)))
                 for index in order:
@@ -354,6 +354,14 @@ class DeviceBench:
             yield
         finally:
             self.measuring_s += time.monotonic() - started
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.timing_s += time.monotonic() - started
 
     @contextmanager
     def _modes(self) -> Iterator[None]:

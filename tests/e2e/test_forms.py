@@ -1,5 +1,7 @@
 """The form as torch.compile runs it, compiled before the search while other processes compile."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from close import assert_close
@@ -12,7 +14,7 @@ from stof_compile.budget import Budget
 from stof_compile.fuse import Fusion, search_budget
 from stof_compile.fusion_result import FusionResult
 from stof_compile.plan import PackPlan
-from stof_compile.verdict import AS_TORCH
+from stof_compile.verdict import AS_TORCH, FastestForm, Verdict
 
 
 class Packable(nn.Module):
@@ -148,6 +150,26 @@ def test_what_the_kept_graph_has_not_packed_is_not_called_packed():
     assert not told.packed and told.nbytes == 0 and told.packed_us == 1.0
     assert told.reason == "packing is faster; the graph that was kept leaves them apart"
     assert forms._left_apart(told) == told
+
+
+def test_what_only_the_fused_graph_has_is_not_said_of_another(
+    compiles, fresh_dynamo, tmp_path, monkeypatch
+):
+    search = Fusion.run
+
+    def folding(self, form_s=0.0):
+        return replace(search(self, form_s), folded=3, rotated=2, apart={"no table": 1})
+
+    for winner in ("fused", "attention only"):
+        found = FastestForm(Verdict(winner, {"fused": 2.0, "attention only": 1.0}))
+        with monkeypatch.context() as patch:
+            patch.setattr(Fusion, "run", folding)
+            patch.setattr(forms, "fastest_form", lambda *given, found=found: found)
+            _, record = run(Packable().eval(), torch.randn(1, 16, 64), tmp_path / winner)
+        told = " ".join(record.notes)
+        assert "rotary embeddings left to Inductor, 1 times: no table" in told
+        for words in ("operands folded into products: 3", "in the epilogue of 2 products"):
+            assert (words in told) == (winner == "fused")
 
 
 def test_most_of_a_long_compile_is_given_back(compiles, fresh_dynamo, tmp_path, monkeypatch):

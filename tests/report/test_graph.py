@@ -3,7 +3,7 @@
 import pytest
 
 from stof_compile.report.fold import find_repeats, fold
-from stof_compile.report.graph import Source, in_package, read_graph
+from stof_compile.report.graph import Source, in_package, lacks_its_end, read_graph
 from stof_compile.report.groups import TEMPLATE_OPS, find_groups, with_plans
 from stof_compile.report.layout import layout
 
@@ -43,6 +43,17 @@ def test_places_in_packages_are_short():
 def test_a_text_that_is_no_graph_gives_a_remark(text):
     graph = read_graph("captured", text)
     assert not graph.ops and "captured.py" in graph.remark
+
+
+def test_a_graph_is_whole_up_to_its_return(record):
+    text = record.graphs["normalized"]
+    inner = text.replace("class", "    class").replace("\n", "\n    ")
+    for whole in (text, f"{text}\n{inner}", text.replace("l_w_", "<any object at 0x7f>"),
+                  "class G:\n    def forward(self):\n        return None"):  # fmt: skip
+        assert not lacks_its_end(whole)
+    assert lacks_its_end("# captured graph\n") == "line 1 is the last one: '# captured graph'"
+    assert lacks_its_end("") == "it is empty"
+    assert lacks_its_end(text.rstrip()[:-1]).endswith("'return (norm_2,'")
 
 
 def test_groups_are_what_vanished(graphs, record):

@@ -97,6 +97,11 @@ def test_what_the_search_did_and_what_time_it_took(page):
         assert words in page.text, words
 
 
+def test_rewritten_attention_is_no_fused_operator(page):
+    assert "attention sites 3 of 4 rewritten" in page.text
+    assert "fused operators 3 captured 17 operations" in page.text  # three norms
+
+
 def test_pictures_have_words_and_regions_can_be_reached(page):
     for attributes in page.all("svg"):
         words = attributes.get("aria-label") or attributes.get("aria-hidden")

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +11,14 @@ from rich.console import Console
 
 from stof_compile import masks
 from stof_compile.cli import main
-from stof_compile.dump import Record, read_dump, write_dump
+from stof_compile.dump import STAGES, Record, read_dump, write_dump
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.tile_map import tile_map
 from stof_compile.plan import Plan
+from stof_compile.report.html import html_page
 from stof_compile.report.load import Ceilings
 from stof_compile.report.model import read_report, read_verdict, untimed
-from stof_compile.report.terminal import mask_lines, print_report
+from stof_compile.report.terminal import longest, mask_lines, microseconds, print_report
 from stof_compile.search.stage1 import MoveRecord
 from stof_compile.search.told import MAX_MOVES, told_moves
 from stof_compile.verdict import Verdict
@@ -105,6 +108,28 @@ def test_json_is_complete(dump, capsys):
     assert len(graph["pictures"]["mask_0"]["cells"]) == 8
 
 
+def test_times_side_by_side_have_one_unit(record):
+    assert [microseconds(us) for us in (None, 9.96, 9999.0, 10550.0)] == [
+        "-", "10.0 us", "9999.0 us", "10.55 ms",
+    ]  # fmt: skip
+    assert [microseconds(us, 10550.0) for us in (None, 4.2, 999.0, 6500.9, 10550.0)] == [
+        "-", "0.0042 ms", "0.999 ms", "6.50 ms", "10.55 ms",
+    ]  # fmt: skip
+    assert longest([None, 3.0, 4.0]) == 4.0 and longest([None]) == 0.0
+    choice = record.sites[0].choice
+    slow = replace(choice.candidates[1], median_us=30_000.0)
+    choice = replace(choice, candidates=(choice.candidates[0], slow))
+    record.sites = [replace(site, choice=choice) for site in record.sites[:3]]
+    text = printed(record)
+    assert re.search(r"block\[64,64,4,2\] +measured +0\.01 ms", text)
+    assert re.search(r"encoder\.layer\.0 and 2 more .* 30\.00 ms +0\.01 ms +3000\.00x", text)
+    assert re.search(r"layer_norm .* 0\.008 ms +0\.004 ms", text)
+    assert re.search(r"100\.0 us +fused", text)  # in another column
+    page = html_page([read_report(0, record)], "dump")
+    assert "90.00 ms → 0.03 ms, 3000.00x" in page and "0.024 ms → 0.012 ms, 2.00x" in page
+    assert "0.0095 ms to 0.011 ms" in page and "Measured in turns: 90.0 us before" in page
+
+
 # -- what the record holds for it -----------------------------------------------------------------
 
 
@@ -113,6 +138,17 @@ def test_what_the_report_needs_survives_the_disk(dump, record):
     assert read.chains == record.chains
     assert read.pictures == record.pictures and read.sites[0].picture == "mask_0"
     assert len((next(dump.glob("graph_*")) / "record.json").read_text()) < 20_000
+
+
+def test_a_moved_dump_names_the_folder_that_it_is_read_from(dump, tmp_path, capsys):
+    (folder,) = dump.glob("graph_*")
+    moved = dump.rename(tmp_path / "moved") / folder.name
+    for place in (moved.parent, moved):
+        assert [record.folder for record in read_dump(place)] == [str(moved)]
+        for command in ("explain", "inspect"):
+            assert main([command, str(place)]) == 0
+            said = capsys.readouterr().out.replace("\n", "")
+            assert str(moved) in said and str(folder) not in said
 
 
 def test_a_record_of_an_older_stof_is_read(dump):
@@ -225,7 +261,7 @@ def test_a_damaged_dump_and_one_of_another_version(tmp_path, dump, capsys, text,
 
 
 def test_other_graphs_of_a_damaged_dump_are_named(dump, record, capsys):
-    record.graphs["captured"] = "another graph"
+    record.graphs["captured"] = record.graphs["captured"].replace("arange", "range_1")
     good = write_dump(record, dump)
     bad = next(folder for folder in dump.glob("graph_*") if folder != good)
     (bad / "record.json").write_bytes(b"\xff\xfe\x00")
@@ -234,12 +270,47 @@ def test_other_graphs_of_a_damaged_dump_are_named(dump, record, capsys):
     assert main(["inspect", str(good)]) == 0
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_that_is_cut_off(dump, capsys, stage):
+    (file,) = dump.glob(f"graph_*/{stage}.py")
+    text = file.read_text()
+    *_, middle, last = (i for i, letter in enumerate(text) if letter == "\n")
+    for stop in (0, text.index("forward"), middle // 2, middle, last - 1, last - 9):
+        file.write_text(text[:stop])
+        error = refused(capsys, dump)
+        assert error.startswith(f"stof: {file}: the {stage} graph is cut off (")
+        assert error.endswith(
+            "a graph ends with the return of its forward()); restore the file or dump again\n"
+        )
+        assert main(["explain", str(dump)]) == 0  # it reads no graphs
+        capsys.readouterr()
+    for whole in (text, text.rstrip(), text.replace("\n", "\r\n")):
+        file.write_text(whole)
+        assert main(["inspect", str(dump)]) == 0
+        capsys.readouterr()
+
+
 def test_wrong_calls(dump, tmp_path, capsys):
     assert "one DUMP" in refused(capsys)
     assert "one DUMP" in refused(capsys, dump, "--diff", dump, dump)
     assert "cannot be written" in refused(capsys, dump, "--html", dump / "graph_0" / ".." / "")
-    assert "cannot be read" in refused(capsys, dump, "--ceilings", tmp_path / "none.json")
+    error = refused(capsys, dump, "--html", tmp_path)
+    assert error == (
+        f"stof: --html {tmp_path} is a folder; name a file, for instance {tmp_path}/report.html\n"
+    )
+
+
+def test_ceilings_that_cannot_be_taken(dump, tmp_path, capsys):
+    for place, why in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        error = refused(capsys, dump, "--ceilings", place)
+        assert error.startswith(f"stof: --ceilings {place} cannot be read ({why}")
+        assert "name a file *.ceilings.json" in error and "Errno" not in error
     other = tmp_path / "ceilings.json"
+    for text in ("{ cut", '{"device": "Some GPU"}', "[1]", '{"device": 1, "copy_tb_s": []}'):
+        other.write_text(text)
+        error = refused(capsys, dump, "--ceilings", other)
+        assert error.startswith(f"stof: --ceilings {other} holds no ceilings (")
+        assert "copy_tb_s" in error and "`stof bench ceilings`" in error
     other.write_text('{"device": "Another GPU", "copy_tb_s": 4, "matmul_tflops": 500}')
     assert "Another GPU" in refused(capsys, dump, "--ceilings", other)
     other.write_text('{"device": "Some GPU", "copy_tb_s": 4, "matmul_tflops": 500}')

@@ -12,6 +12,7 @@ from recipes import H200, linear_recipe
 
 from stof_compile.budget import Budget
 from stof_compile.fusion.recipe import Recipe, Ref, Step, TensorSpec
+from stof_compile.measure import Timing
 from stof_compile.search.bench import LONG_TURNS, TURNS, DeviceBench
 from stof_compile.search.candidate import LIBRARY, Candidate
 from stof_compile.search.operands import random_operand
@@ -91,6 +92,29 @@ def test_long_turns_are_a_gpus(bench, monkeypatch, kind):
         assert bench.compare([[(recipe, Candidate(LIBRARY))]] * 2, long_turns) == [1.0, 1.0]
     short, long = lengths
     assert short == (kind, *TURNS) and long == (kind, *(LONG_TURNS if kind == "cuda" else TURNS))
+
+
+@pytest.mark.parametrize(
+    "timer, ask",
+    [
+        ("time_callable", lambda bench, pair: bench.trial(*pair)),
+        ("time_as_in_use", lambda bench, pair: bench.compare([[pair], [pair]])),
+        ("sample_us", lambda bench, pair: bench.rounds([len, len], (), 2)),
+    ],
+    ids=["alone", "in-turns", "in-rounds"],
+)
+def test_seconds_of_timing_are_counted_however_it_is_timed(bench, monkeypatch, timer, ask):
+    now = [0.0]
+
+    def takes_a_second(*given, **named):
+        now[0] += 1.0
+        timing = Timing(1.0, 1.0, 1.0, 3, "clock")
+        return {"time_callable": timing, "time_as_in_use": [timing] * 2, "sample_us": [1.0]}[timer]
+
+    monkeypatch.setattr(f"{DeviceBench.__module__}.{timer}", takes_a_second)
+    monkeypatch.setattr(f"{DeviceBench.__module__}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    ask(bench, (linear_recipe(), Candidate(LIBRARY)))
+    assert bench.timing_s == bench.measuring_s == now[0] > 0
 
 
 def test_a_librarys_kernel_is_not_called_ahead(bench, monkeypatch):
