@@ -14,6 +14,7 @@ from torch import Tensor
 from .bound_launch import Descriptor, Repeat, launch, layout
 from .limits import shared_memory_limit
 from .memo import remember
+from .operand_checks import check_mark
 from .problem import on_device
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "relu", "silu")
@@ -101,6 +102,8 @@ def hopper_linear_forward(
     residual: Tensor | None,
     activation: str,
     config: Sequence[int],
+    marks: Tensor | None = None,
+    mark: int = 0,
 ) -> Tensor:
     """Launch the kernel.
 
@@ -110,18 +113,21 @@ def hopper_linear_forward(
         bias: [N] or None. residual: [..., N] with as many rows as x, or None; copied as x is.
         activation: one of :data:`ACTIVATIONS`.
         config: a :class:`HopperLinearConfig`.
+        marks, mark: as for the fused linear layer (linear.py); there must be no bias then.
     Returns:
         [..., N], contiguous.
     Raises:
         ValueError: a size, dtype or config that the kernel does not take.
     """
-    asked = (*map(layout, (x, weight, bias, residual)), activation, *config)
+    asked = (*map(layout, (x, weight, bias, residual, marks)), mark, activation, *config)
     known = _known.get(asked)
     if known is not None and known.repeat.here:
         out = x.new_empty(known.shape)
-        known.repeat(
-            x, weight, out if bias is None else bias, out if residual is None else residual, out
-        )
+        last = out if residual is None else residual
+        if marks is None:
+            known.repeat(x, weight, out if bias is None else bias, last, out)
+        else:
+            known.repeat(x, weight, last, out, marks)
         return out
     n, k = weight.shape
     chosen = HopperLinearConfig(*config)
@@ -139,8 +145,12 @@ def hopper_linear_forward(
         refusal = f"a bias of shape {tuple(bias.shape)}; it has to have {n} elements"
     if refusal is None and 1 not in weight.stride():
         refusal = f"a weight with strides {weight.stride()}"
+    if refusal is None and marks is not None and bias is not None:
+        refusal = "it marks infinities of products without a bias only"
     if refusal is not None:
         raise ValueError(f"Hopper linear kernel: {refusal}")
+    if marks is not None:
+        check_mark(marks, mark, x, "stof::hopper_linear_marked")
     rows = prod(x.shape[:-1])
     out = x.new_empty((*x.shape[:-1], n))
     if out.numel() == 0:
@@ -154,7 +164,7 @@ def hopper_linear_forward(
         biases = bias.clone(memory_format=torch.contiguous_format)
     operands = flat, held, biases, added
     with on_device(x):
-        repeat = _launch(*operands, out.view(rows, n), activation, chosen, weight_kn)
+        repeat = _launch(*operands, out.view(rows, n), activation, chosen, weight_kn, marks, mark)
     given = x, weight, bias, residual
     copied = any(
         a.data_ptr() != b.data_ptr()
@@ -175,8 +185,10 @@ def _launch(
     activation: str,
     config: HopperLinearConfig,
     weight_kn: bool,
+    marks: Tensor | None,
+    mark: int,
 ) -> Repeat | None:
-    from .hopper_linear_kernel import hopper_linear_kernel
+    from .hopper_linear_kernel import hopper_linear_kernel, hopper_linear_marking_kernel
 
     (rows, k), n = x.shape, out.shape[1]
     block_m, block_n, stages, group_m = config
@@ -205,10 +217,14 @@ def _launch(
         "WEIGHT_KN": weight_kn,
         "REGISTERS": CONSUMER_REGISTERS,
     }
+    kernel, others = hopper_linear_kernel, []
+    if marks is not None:
+        kernel, others = hopper_linear_marking_kernel, [marks, mark]
+        del operands[2], constants["HAS_BIAS"]
     return launch(
-        hopper_linear_kernel,
+        kernel,
         min(workers, tiles_m * tiles_n),
-        [*operands, tiles_m, tiles_n, group_m, -(-k // BLOCK_K)],
+        [*operands, *others, tiles_m, tiles_n, group_m, -(-k // BLOCK_K)],
         constants,
         {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True},
     )

@@ -69,11 +69,13 @@ def finish_every_second_tile(
     full, empty, readies, turns, tiles_m, tiles_n, group_m, k_steps,
     FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    WEIGHT_KN: gl.constexpr,
+    WEIGHT_KN: gl.constexpr, marks, MARKS: gl.constexpr,
 ):  # fmt: skip
     """Multiply, finish and store the even (FIRST = 0) or odd (FIRST = 1) tiles of the program.
 
-    The residual is loaded into the buffer of the result, which it leaves as the result.
+    The residual is loaded into the buffer of the result, which it leaves as the result. MARKS: set
+    the word at ``marks`` where the result holds an infinity (what lies outside of it is 0 without a
+    bias).
     """
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     WIDTH: gl.constexpr = BLOCK_N // 2
@@ -149,7 +151,13 @@ def finish_every_second_tile(
             value = activated(value, ACTIVATION, out_desc.dtype == gl.float16)
             if HAS_RESIDUAL:
                 value = value + out_buf.load(finished).to(gl.float32)
-            out_buf.store(value.to(out_desc.dtype))
+            rounded = value.to(out_desc.dtype)
+            out_buf.store(rounded)
+            if MARKS:
+                infinite = gl.abs(rounded.to(gl.float32)) == float("inf")
+                word = marks + gl.zeros([BLOCK_M, WIDTH], gl.int32, finished)
+                ones = gl.full([BLOCK_M, WIDTH], 1, gl.int32, finished)
+                gl.atomic_or(word, ones, mask=infinite, sem="relaxed")
             fence_async_shared()
             barrier_of_threads()
             tma_store(out_desc, [m * BLOCK_M, n * BLOCK_N + i * WIDTH], out_buf)
@@ -213,14 +221,46 @@ def hopper_linear_kernel(
     WEIGHT_KN: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is one for every multiprocessor."""
+    _work(
+        x_desc, w_desc, bias_desc, residual_desc, out_desc, tiles_m, tiles_n, group_m, k_steps,
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, WEIGHT_KN, REGISTERS,
+        0, False,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[*_NUMBERS, "mark"])
+def hopper_linear_marking_kernel(
+    x_desc, w_desc, residual_desc, out_desc, marks, mark, tiles_m, tiles_n, group_m, k_steps,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, WEIGHT_KN: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The same without a bias; sets the word ``mark`` of marks where the result is infinite."""
+    _work(
+        x_desc, w_desc, out_desc, residual_desc, out_desc, tiles_m, tiles_n, group_m, k_steps,
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ACTIVATION, False, HAS_RESIDUAL, WEIGHT_KN, REGISTERS,
+        marks + mark, True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _work(
+    x_desc, w_desc, bias_desc, residual_desc, out_desc, tiles_m, tiles_n, group_m, k_steps,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    WEIGHT_KN: gl.constexpr, REGISTERS: gl.constexpr, marks, MARKS: gl.constexpr,
+):  # fmt: skip
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     W_ROWS: gl.constexpr = BLOCK_K if WEIGHT_KN else BLOCK_N
     W_COLUMNS: gl.constexpr = BLOCK_N if WEIGHT_KN else BLOCK_K
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, W_ROWS, W_COLUMNS], w_desc.layout)
     # of each consumer, in halves
     WIDTH: gl.constexpr = BLOCK_N // 2
-    bias_bufs = gl.allocate_shared_memory(bias_desc.dtype, [4, 1, WIDTH], bias_desc.layout)
+    if not MARKS:
+        bias_bufs = gl.allocate_shared_memory(bias_desc.dtype, [4, 1, WIDTH], bias_desc.layout)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [4, BLOCK_M, WIDTH], out_desc.layout)
+    if MARKS:
+        bias_bufs = out_bufs  # there is no bias
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -244,7 +284,7 @@ def hopper_linear_kernel(
                     bias_desc, residual_desc, out_desc, x_bufs, w_bufs, bias_bufs, out_bufs,
                     full, empty, readies, turns, tiles_m, tiles_n, group_m, k_steps, 0,
                     BLOCK_M, BLOCK_N, STAGES, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
-                    WEIGHT_KN,
+                    WEIGHT_KN, marks, MARKS,
                 ),
             ),
             (
@@ -253,7 +293,7 @@ def hopper_linear_kernel(
                     bias_desc, residual_desc, out_desc, x_bufs, w_bufs, bias_bufs, out_bufs,
                     full, empty, readies, turns, tiles_m, tiles_n, group_m, k_steps, 1,
                     BLOCK_M, BLOCK_N, STAGES, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
-                    WEIGHT_KN,
+                    WEIGHT_KN, marks, MARKS,
                 ),
             ),
             (

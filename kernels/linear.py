@@ -28,6 +28,7 @@ from .linear_problem import (
 from .operand_checks import (
     bias_of,
     check_input,
+    check_mark,
     check_power_of_two,
     require,
     rows_of,
@@ -63,6 +64,8 @@ def fused_linear_forward(
     factor: Tensor | None,
     activation: str,
     config: Sequence[int],
+    marks: Tensor | None = None,
+    mark: int = 0,
 ) -> Tensor:
     """Launch the fused linear layer.
 
@@ -74,6 +77,9 @@ def fused_linear_forward(
         factor: [..., N], multiplied with the activation's result, or None.
         activation: '' or a name of ``ACTIVATIONS`` (kernels/linear_epilogue.py).
         config: fields of LinearConfig.
+        marks: int32 vector or None; ``marks[mark]`` becomes 1 if an element of the result is
+            infinite, and stays what it is otherwise.
+        mark: a multiple of ``MARK_STEP`` (kernels/operand_checks.py).
 
     Returns:
         [..., N], contiguous, dtype of x. Sums and epilogue are fp32, rounded once.
@@ -99,6 +105,8 @@ def fused_linear_forward(
     times = None if factor is None else rows_of("factor", factor, x, n, _NAME)
     bias = bias_of("bias", bias, x, n, _NAME)
     m = rows.tensor.shape[0]
+    if marks is not None:
+        check_mark(marks, mark, x, _NAME)
     out = x.new_empty((m, n))
     if out.numel() == 0:
         return out.view(*x.shape[:-1], n)
@@ -123,7 +131,7 @@ def fused_linear_forward(
             rows.tensor if bias is None else bias,
             rows.tensor if added is None else added.tensor,
             rows.tensor if times is None else times.tensor,
-            out, parts, flags, m,
+            out, parts, flags, rows.tensor if marks is None else marks, mark, m,
             stride_x=rows.stride,
             stride_w=w.stride,
             stride_residual=0 if added is None else added.stride,
@@ -151,6 +159,7 @@ def fused_linear_forward(
             EVEN_N=n % how.block_n == 0,
             EVEN_K=k % how.block_k == 0,
             PRECISION=precision_of(x),
+            MARKS=marks is not None,
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )  # fmt: skip

@@ -50,13 +50,14 @@ def finish_tile(
     PARTS: tl.constexpr, PITCH: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, marks=None, mark=0, MARKS: tl.constexpr = False,
 ):  # fmt: skip
     """Finish and store a tile of sums, in 1, 2 or 4 pieces side by side.
 
     Pieces need fewer registers, and less shared memory on the way from the layout of the matrix
     units to that of wide stores, which leaves more of it to the load pipeline. PARTS: how many
     partial sums of the tile lie in memory besides, in tiles of PITCH columns from ``parts`` on.
+    marks, mark, MARKS: of ``write_tile``.
     """
     tl.static_assert(PIECES == 1 or PIECES == 2 or PIECES == 4)
     if PIECES == 1:
@@ -69,6 +70,7 @@ def finish_tile(
         store_tile(
             sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N,
             BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            marks, mark, MARKS,
         )  # fmt: skip
     else:
         HALF_N: tl.constexpr = BLOCK_N // 2
@@ -77,12 +79,12 @@ def finish_tile(
         finish_tile(
             left, first_m, first_n, bias, residual, factor, out, parts, M, stride_residual,
             stride_factor, N, BLOCK_M, HALF_N, PIECES // 2, PARTS, PITCH, EVEN_M, EVEN_N,
-            HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION, marks, mark, MARKS,
         )  # fmt: skip
         finish_tile(
             right, first_m, first_n + HALF_N, bias, residual, factor, out, parts + HALF_N, M,
             stride_residual, stride_factor, N, BLOCK_M, HALF_N, PIECES // 2, PARTS, PITCH, EVEN_M,
-            EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+            EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION, marks, mark, MARKS,
         )  # fmt: skip
 
 
@@ -115,9 +117,12 @@ def store_tile(
     sums, first_m, first_n, bias_row, residual_tile, factor_tile, out, M, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, marks=None, mark=0, MARKS: tl.constexpr = False,
 ):  # fmt: skip
-    """Finish a tile with operands that are loaded already, and store it."""
+    """Finish a tile with operands that are loaded already, and store it.
+
+    marks, mark, MARKS: of ``write_tile``.
+    """
     v = sums
     if HAS_BIAS:
         v += bias_row.to(tl.float32)[None, :]
@@ -126,7 +131,7 @@ def store_tile(
         v *= factor_tile.to(tl.float32)
     if HAS_RESIDUAL:
         v += residual_tile.to(tl.float32)
-    write_tile(v, first_m, first_n, out, M, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N)
+    write_tile(v, first_m, first_n, out, M, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N, marks, mark, MARKS)
 
 
 @triton.jit
@@ -143,8 +148,13 @@ def load_row(source, first_n, N: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl
 def write_tile(
     values, first_m, first_n, out, M, N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    marks=None, mark=0, MARKS: tl.constexpr = False,
 ):  # fmt: skip
-    """Round a tile to the dtype of ``out`` [M, N] and store what lies inside."""
+    """Round a tile to the dtype of ``out`` [M, N] and store what lies inside.
+
+    MARKS: set the word ``mark`` of ``marks`` where something stored is infinite. Nothing is written
+    otherwise, so it costs a comparison of each element.
+    """
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)
     corner = out + first_m.to(tl.int64) * N + first_n  # rows times columns may pass 2^31
@@ -152,9 +162,20 @@ def write_tile(
     rounded = values.to(out.dtype.element_ty)
     if EVEN_M and EVEN_N:
         tl.store(pointers, rounded)
+        if MARKS:
+            _mark_infinities(rounded, marks, mark, BLOCK_M, BLOCK_N)
     else:
         keep = _inside(first_m, first_n, M, N, BLOCK_M, BLOCK_N, EVEN_M, EVEN_N)
         tl.store(pointers, rounded, mask=keep)
+        if MARKS:
+            _mark_infinities(tl.where(keep, rounded, 0.0), marks, mark, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _mark_infinities(values, marks, mark, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    infinite = tl.abs(values.to(tl.float32)) == float("inf")
+    word = (marks + mark) + tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    tl.atomic_or(word, 1, mask=infinite, sem="relaxed")
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from .overlap_kernel import fetch_early, start_after_previous
 
 @triton.jit
 def linear_kernel(
-    x, weight, bias, residual, factor, out, parts, flags, M,
+    x, weight, bias, residual, factor, out, parts, flags, marks, mark, M,
     stride_x: tl.constexpr, stride_w: tl.constexpr,
     stride_residual: tl.constexpr, stride_factor: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr,
@@ -30,10 +30,12 @@ def linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PIECES: tl.constexpr,
     EARLY: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MARKS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """EARLY: the operands of the epilogue are loaded before the product, not after it."""
+    """EARLY: the operands of the epilogue are loaded before the product, not after it. MARKS: of
+    ``write_tile``.
+    """
     fetch_early(PDL, weight, N, K, stride_w, WEIGHT_KN)
     start_after_previous(PDL)
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -56,7 +58,7 @@ def linear_kernel(
             finish_tile(
                 sums, first_m, first_n, bias, residual, factor, out, parts, M, stride_residual,
                 stride_factor, N, BLOCK_M, BLOCK_N, PIECES, 0, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS,
-                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION, marks, mark, MARKS,
             )  # fmt: skip
     elif SPLIT_K == 1:
         first_m, column = tile_position(program, M, BLOCK_M, TILES_N, GROUP_M)
@@ -74,13 +76,14 @@ def linear_kernel(
         if EARLY:
             store_tile(
                 sums, first_m, first_n, operands[0], operands[1], operands[2], out, M, N, BLOCK_M,
-                BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+                BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS, HAS_RESIDUAL, HAS_FACTOR, ACTIVATION, marks,
+                mark, MARKS,
             )  # fmt: skip
         else:
             finish_tile(
                 sums, first_m, first_n, bias, residual, factor, out, parts, M, stride_residual,
                 stride_factor, N, BLOCK_M, BLOCK_N, PIECES, 0, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS,
-                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION, marks, mark, MARKS,
             )  # fmt: skip
     else:
         # the programs of one part are neighbours and the last part's come last: they wait
@@ -104,5 +107,5 @@ def linear_kernel(
                 sums, first_m, first_n, bias, residual, factor, out,
                 parts + slot.to(tl.int64) * (BLOCK_M * BLOCK_N), M, stride_residual, stride_factor,
                 N, BLOCK_M, BLOCK_N, PIECES, SPLIT_K - 1, BLOCK_N, EVEN_M, EVEN_N, HAS_BIAS,
-                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION,
+                HAS_RESIDUAL, HAS_FACTOR, ACTIVATION, marks, mark, MARKS,
             )  # fmt: skip

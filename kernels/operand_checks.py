@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MARK_STEP = 16  # words between two marks: all have one alignment, and a kernel one compiled form
 _MAX_STRIDE = (1 << 31) // 256  # offsets within a tile of at most 256 rows are 32-bit numbers
 
 
@@ -190,3 +191,18 @@ def check_power_of_two(operator: str, least: int = 1, **numbers: int) -> None:
         fits = value > 0 and value & (value - 1) == 0
         require(fits, operator, f"{name} must be a power of two", value)
         require(value >= least, operator, f"{name} must be >= {least}", value)
+
+
+def check_mark(marks: Tensor, mark: int, x: Tensor, operator: str) -> None:
+    """Check the words in which kernels mark results that hold an infinity, and the place of one.
+
+    Raises:
+        ValueError: no int32 vector on the device of x, or no such place in it.
+    """
+    fits = marks.dtype == torch.int32 and marks.dim() == 1 and marks.is_contiguous()
+    told = (marks.dtype, tuple(marks.shape), str(marks.device))
+    words = "marks must be a contiguous vector of int32 on the device of x"
+    require(fits and marks.device == x.device, operator, words, told)
+    there = 0 <= mark < marks.numel() and mark % MARK_STEP == 0
+    places = f"mark must be a multiple of {MARK_STEP} below {marks.numel()}"
+    require(there, operator, places, mark)

@@ -31,6 +31,7 @@ from stof_compile.fusion.rope import RopeSite, find_rotations
 from stof_compile.fusion.rope_rewrite import rewrite_rotations
 from stof_compile.fusion_result import FusionResult
 from stof_compile.graph_copy import copy_graph
+from stof_compile.mark_infinities import mark_infinities
 from stof_compile.options import StofOptions
 from stof_compile.packing import Pack, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
@@ -194,6 +195,7 @@ class Fusion:
             self._pack_projections(result)
             self._rotate_in_products(result)
             self._fuse_chains(result)
+        result.marked = mark_infinities(self._gm)
         result.trials = ctx.trials
         if self._store is not None and self._identity and result.trials:
             self._store.put(TUNED_KIND, self._identity, {"trials": result.trials})

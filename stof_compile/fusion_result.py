@@ -21,6 +21,7 @@ class FusionResult:
         apart: why other rotations stay apart from their product -> how many.
         segments: segments replaced by a template.
         folded: copies of transposed operands that products now read through strides.
+        marked: checks for infinities that the kernels of products do.
         packed: keeps packed weights equal to the originals; None where nothing is packed.
         trials: candidates measured in this compile.
         refusal: why fusion left the whole graph alone, empty where it did not.
@@ -40,6 +41,7 @@ class FusionResult:
     apart: dict[str, int] = field(default_factory=dict)
     segments: int = 0
     folded: int = 0
+    marked: int = 0
     packed: PackedWeights | None = None
     trials: int = 0
     refusal: str = ""

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("stof", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _LIBRARY.define(
     "hopper_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, "
     "int[] config) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "hopper_linear_marked(Tensor x, Tensor weight, Tensor? residual, str activation, int[] config, "
+    "Tensor(a!) marks, int mark) -> Tensor",
+    tags=_TAGS,
 )
 
 
@@ -32,7 +38,23 @@ def _on_cuda(
     return hopper_linear_forward(x, weight, bias, residual, activation, config)
 
 
+def _marked_on_cuda(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    activation: str,
+    config: Sequence[int],
+    marks: Tensor,
+    mark: int,
+) -> Tensor:
+    """Without a bias; marks[mark] becomes 1 if an element of the result is infinite."""
+    from stof_compile.kernels.hopper_linear import hopper_linear_forward
+
+    return hopper_linear_forward(x, weight, None, residual, activation, config, marks, mark)
+
+
 _LIBRARY.impl("hopper_linear", _on_cuda, "CUDA")
+_LIBRARY.impl("hopper_linear_marked", _marked_on_cuda, "CUDA")
 
 
 @torch.library.register_fake("stof::hopper_linear")
@@ -43,5 +65,18 @@ def _(
     residual: Tensor | None,
     activation: str,
     config: Sequence[int],
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("stof::hopper_linear_marked")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    activation: str,
+    config: Sequence[int],
+    marks: Tensor,
+    mark: int,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -14,6 +14,7 @@ from stof_compile.launchers import load_launcher
 
 _LAUNCHERS = {
     "stof::fused_linear": ("linear", "fused_linear_forward"),
+    "stof::fused_linear_marked": ("linear", "fused_linear_forward"),
     "stof::fused_gated_linear": ("gated_linear", "fused_gated_linear_forward"),
     "stof::fused_linear_chain": ("linear_chain", "fused_linear_chain_forward"),
 }
@@ -31,6 +32,24 @@ def fused_linear(
 ) -> Tensor:
     """activation(x @ weight.T + bias) [* factor] [+ residual]; see kernels/linear.py."""
     return _launcher("stof::fused_linear")(x, weight, bias, residual, factor, activation, config)
+
+
+@torch.library.triton_op("stof::fused_linear_marked", mutates_args={"marks"})
+def fused_linear_marked(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    factor: Tensor | None,
+    activation: str,
+    config: Sequence[int],
+    marks: Tensor,
+    mark: int,
+) -> Tensor:
+    """``stof::fused_linear``; marks[mark] becomes 1 if an element of the result is infinite."""
+    return _launcher("stof::fused_linear_marked")(
+        x, weight, bias, residual, factor, activation, config, marks, mark
+    )
 
 
 @torch.library.triton_op("stof::fused_gated_linear", mutates_args=())
@@ -64,9 +83,21 @@ def fused_linear_chain(
     return _launcher("stof::fused_linear_chain")(x, w1, b1, activation, w2, b2, residual, config)
 
 
+def mark_step() -> int:
+    """Words from one mark of a graph to the next."""
+    from stof_compile.kernels.operand_checks import MARK_STEP
+
+    return MARK_STEP
+
+
 @fused_linear.register_fake
 def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
     return _fake("stof::fused_linear", x, weight)
+
+
+@fused_linear_marked.register_fake
+def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    return _fake("stof::fused_linear_marked", x, weight)
 
 
 @fused_gated_linear.register_fake

@@ -12,6 +12,7 @@ MAX_TEMPLATES = 3  # whose first calls are told
 MAX_REPEATS = 8  # told of a graph
 FOLDED = "copies of transposed operands folded into products"
 ROTATED = "rotary embeddings in the epilogue of"
+MARKED = "checks for infinities done by the kernels of products"
 
 logger = logging.getLogger("stof_compile")
 
@@ -31,6 +32,8 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         record.notes.append(f"{FOLDED}: {result.folded}")
     if result.rotated:
         record.notes.append(f"{ROTATED} {result.rotated} products")
+    if result.marked:
+        record.notes.append(f"{MARKED}: {result.marked}")
     for reason, count in result.apart.items():
         record.notes.append(f"rotary embeddings left to Inductor, {count} times: {reason}")
     record.timings_s["fusion"] = result.seconds
@@ -47,7 +50,7 @@ def notes_without_fusion(notes: Sequence[str]) -> list[str]:
     """The notes where the graph that is kept is not the fused one: what only that one has is not
     among them.
     """
-    return [note for note in notes if not note.startswith((FOLDED, ROTATED))]
+    return [note for note in notes if not note.startswith((FOLDED, ROTATED, MARKED))]
 
 
 def _longest(calls: Mapping[str, Sequence[float]]) -> str:

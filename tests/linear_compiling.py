@@ -19,6 +19,7 @@ DTYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
+    torch.int32: "*i32",
 }
 
 

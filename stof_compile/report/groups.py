@@ -129,7 +129,7 @@ def with_plans(
     attention = iter(sites)
     joined = []
     for group in groups:
-        name = group.op.kind.removeprefix("stof.")
+        name = group.op.kind.removeprefix("stof.").removesuffix("_marked")
         if group.is_attention:
             joined.append(replace(group, site=next(attention, ("", ""))[0]))
             continue

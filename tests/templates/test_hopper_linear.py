@@ -125,6 +125,35 @@ def test_infinities_and_not_a_number(activation):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("case", ["plain", "one step, residual", "ragged"])
+def test_marks(case):
+    """The same result, and a word that is written where it holds an infinity."""
+    form = {"m": 4096, "n": 3072, "k": 768, **CASES[case], "bias": False}
+    recipe = linear_recipe(**form)
+    operands = random_operands(recipe)
+    rows, columns = form["m"], form["n"]
+    for config in deep(recipe):
+        call = TEMPLATE.build(recipe, config)
+        x, weight, *residual = operands
+        how = (form.get("activation", ""), list(config.values()))
+        for place in (None, (0, 0), (rows - 1, columns - 1), (rows // 2, 1)):
+            given = [x.clone(), weight]
+            if place is not None:
+                given[0][place[0]] = torch.where(weight[place[1]] >= 0, 6e4, -6e4).to(x.dtype)
+            for mark in (0, 32, 32):
+                marks = torch.zeros(48, dtype=torch.int32, device="cuda")
+                poisoned((rows, columns), x.dtype)
+                out = torch.ops.stof.hopper_linear_marked(
+                    *given, residual[0] if residual else None, *how, marks, mark
+                )
+                assert torch.equal(out, call.run([*given, *residual]))
+                seen = bool(out.isinf().any())
+                assert seen == (place is not None)
+                assert marks.nonzero().flatten().tolist() == [mark] * seen
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_operands_that_tma_cannot_address():
     recipe = linear_recipe(m=1000, n=776, k=776, activation="gelu", residual=True)
     operands = random_operands(recipe)
@@ -212,5 +241,36 @@ def test_it_compiles_without_spills(
     compiled = compile_descriptors(
         hopper_linear_kernel, 90, blocks, {}, constants, 4, REGISTERS, dtype
     )
+    found = needs(compiled, 90)
+    assert found.spill_bytes == 0 and found.shared_bytes <= 232448
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "stages", "residual", "kn"),
+    [(128, 128, 5, True, False), (64, 256, 4, True, True), (64, 128, 6, False, False)],
+)
+def test_it_marks_without_spills(block_m, block_n, stages, residual, kn):
+    pytest.importorskip("triton")
+    from compiling import compile_descriptors, needs
+    from stof_compile.kernels.hopper_linear import CONSUMER_REGISTERS, REGISTERS
+    from stof_compile.kernels.hopper_linear_kernel import hopper_linear_marking_kernel
+    from triton.experimental.gluon import language as gl
+
+    tiles, half = gl.NVMMASharedLayout(128, 16, rank=2), block_n // 2
+    blocks = {
+        "x_desc": (block_m, 64, tiles),
+        "w_desc": (64, block_n, tiles) if kn else (block_n, 64, tiles),
+        "residual_desc": (block_m, half, tiles),
+        "out_desc": (block_m, half, tiles),
+    }
+    constants = {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "STAGES": stages, "ACTIVATION": "",
+        "HAS_RESIDUAL": residual, "WEIGHT_KN": kn, "REGISTERS": CONSUMER_REGISTERS,
+    }  # fmt: skip
+    compiled = compile_descriptors(
+        hopper_linear_marking_kernel, 90, blocks, {"marks": "*i32"}, constants, 4, REGISTERS
+    )
+    assert "global.gpu.relaxed.or" in compiled.asm["ptx"]
     found = needs(compiled, 90)
     assert found.spill_bytes == 0 and found.shared_bytes <= 232448

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.compile_only
 TEMPLATE = TritonLinear()
 
 
-def recorded(m, n, k, dtype, config, *, activation="gelu", residual=False, factor=False, kn=False):
+def recorded(
+    m, n, k, dtype, config, *, activation="gelu", residual=False, factor=False, kn=False,
+    marks=False,
+):  # fmt: skip
     with torch._subclasses.FakeTensorMode():
         x, bias = torch.empty(m, k, dtype=dtype, device="cuda"), None
         weight = torch.empty(k, n, dtype=dtype, device="cuda").t() if kn else None
@@ -29,6 +32,7 @@ def recorded(m, n, k, dtype, config, *, activation="gelu", residual=False, facto
         return record(
             linear, "fused_linear_forward", x, weight, bias, full if residual else None,
             full if factor else None, activation, list(config.values()),
+            *([torch.empty(64, dtype=torch.int32, device="cuda"), 16] if marks else []),
         )  # fmt: skip
 
 
@@ -49,6 +53,20 @@ def test_first_config_compiles(target, shape, dtype):
     m, n, k = SHAPES[shape]
     config = TEMPLATE.first(sized(m, n, k, dtype), machine(target))
     assert_compiles(target, m, n, k, dtype, config, residual=True)
+
+
+@pytest.mark.parametrize(("target", "shape"), on_each_gpu(["BERT 128", "BERT 4096"], "BERT 128"))
+def test_marks_take_no_more_and_are_written(target, shape):
+    m, n, k = SHAPES[shape]
+    config = TEMPLATE.first(sized(m, n, k, HALF), machine(target))
+    form = {"activation": "", "residual": True}
+    found = assert_compiles(target, m, n, k, HALF, config, **form, marks=True)
+    plain = assert_compiles(target, m, n, k, HALF, config, **form)
+    assert found.shared_bytes == plain.shared_bytes
+    marking = recorded(m, n, k, HALF, config, **form, marks=True)
+    assert written_tensors(marking) == written_tensors(recorded(m, n, k, HALF, config, **form)) | {
+        "marks"
+    }
 
 
 @pytest.mark.parametrize(

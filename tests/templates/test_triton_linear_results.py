@@ -110,3 +110,66 @@ def test_interpreter_passes_opcheck():
     residual, config = torch.randn(2, 6, 8), list(SMALL.values())
     operator = torch.ops.stof.fused_linear
     check_operator(operator, x, weight, bias, residual, None, "gelu", config)
+
+
+def marked(x, weight, config, residual=None, bias=None, mark=16):
+    marks = torch.zeros(48, dtype=torch.int32)
+    given = (x, weight, bias, residual, None, "", list((SMALL | config).values()))
+    out = torch.ops.stof.fused_linear_marked(*given, marks, mark)
+    plain = torch.ops.stof.fused_linear(*given)
+    torch.testing.assert_close(out, plain, rtol=0, atol=0, equal_nan=True)
+    assert not [i for i in range(48) if i != mark and marks[i]], "another word was written"
+    return out, int(marks[mark])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "dtype"),
+    [
+        ((33, 40, 72), {}, HALF),
+        ((33, 40, 72), {"split_k": 3}, SINGLE),
+        ((64, 64, 64), {"block_n": 64, "block_m": 64}, HALF),
+        ((40, 200, 64), {"block_m": 128, "block_n": 128, "persistent": 1, "block_k": 32}, HALF),
+    ],
+    ids=["ragged", "split, fp32", "even", "persistent pieces"],
+)
+def test_interpreter_marks_infinities(sizes, config, dtype):
+    m, n, k = sizes
+    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    residual = torch.randn(m, n).to(dtype)
+    assert marked(x, weight, config, residual)[1] == 0
+    largest = torch.finfo(dtype).max
+    for place, number in (((0, 0), torch.inf), ((m - 1, n - 1), -torch.inf)):
+        held = residual.clone()
+        held[place] = number
+        assert marked(x, weight, config, held)[1] == 1
+    residual[m // 2, n // 3], residual[0, n - 1] = torch.nan, largest  # which stays finite
+    assert marked(x * 0, weight, config, residual)[1] == 0
+    x[m - 1] = largest / 64  # finite operands, an infinity when the result is rounded
+    out, seen = marked(x, weight.abs() + 1, config, mark=0)
+    assert out.isinf().any() and seen == 1
+
+
+def test_interpreter_marks_nothing_outside_of_the_result():
+    x, weight = torch.randn(20, 16), torch.randn(24, 16)
+    bias = torch.full((24,), torch.inf)
+    residual = torch.full((20, 24), -torch.inf)  # NaN together; the rows beyond have no residual
+    out, seen = marked(x, weight, {"block_m": 64, "block_n": 64}, residual, bias)
+    assert out.isnan().all() and seen == 0
+
+
+def test_interpreter_wrong_marks_are_named():
+    x, weight, config = torch.randn(4, 16), torch.randn(8, 16), list(SMALL.values())
+    words = torch.zeros(32, dtype=torch.int32)
+    for reason, marks, mark in (
+        ("int32", words.long(), 0), ("contiguous", words[::2], 0), ("vector", words[None], 0),
+        ("multiple of 16", words, 8), ("below 32", words, 32), ("multiple", words, -16),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            torch.ops.stof.fused_linear_marked(x, weight, None, None, None, "", config, marks, mark)
+
+
+def test_interpreter_marking_passes_opcheck():
+    x, weight, residual = torch.randn(2, 6, 16), torch.randn(8, 16), torch.randn(2, 6, 8)
+    operator, config = torch.ops.stof.fused_linear_marked, list(SMALL.values())
+    marks = torch.zeros(32, dtype=torch.int32)
+    check_operator(operator, x, weight, None, residual, None, "", config, marks, 16)

@@ -1,0 +1,104 @@
+"""Checks for infinities that the kernel of a product does on its way.
+
+    any(isinf(product(x)))    ->    product(x, marks, i); marks[i] != 0
+
+T5 and its kin clamp their fp16 states so that one infinity does not become NaN, by a limit that
+depends on whether there is one anywhere: a pass over all elements that a product has just stored.
+Its kernel sees them before they are stored, and writes a mark where one is infinite, which hardly
+ever happens. All marks of a graph are one small tensor of zeros. To be run when products have
+become operators of ours; what those of other kernels return is checked as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from stof_compile.between import writer_between
+from stof_compile.dead_code import erase_dead
+from stof_compile.emit import emit
+from stof_compile.node_ops import argument, is_inplace, operation, shape_of
+from stof_compile.ops_linear import mark_step
+
+REGROUPED = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
+)  # the same elements
+
+
+def mark_infinities(gm: GraphModule) -> int:
+    """Let products say whether their results hold an infinity.
+
+    Args:
+        gm: graph whose products have been replaced by operators.
+    Returns:
+        Number of checks that are gone.
+    """
+    found: dict[Node, list[Node]] = {}
+    for node in gm.graph.nodes:
+        product = _checked_product(node)
+        if product is not None:
+            found.setdefault(product, []).append(node)
+    if not found:
+        return 0
+    first, step = next(iter(found)), mark_step()
+    words = len(found) * step
+    (marks,) = emit(
+        gm.graph, first, first, lambda x, *_: x.new_zeros((words,), dtype=torch.int32),
+        *first.all_input_nodes,
+    )  # fmt: skip
+    for number, (product, checks) in enumerate(found.items()):
+        mark = number * step
+        (marked,) = emit(
+            gm.graph, product, product, _marked(product, mark), *product.all_input_nodes, marks
+        )
+        product.replace_all_uses_with(marked)
+        gm.graph.erase_node(product)
+        for check in checks:
+            (seen,) = emit(gm.graph, check, check, lambda m: m.select(0, mark).ne(0), marks)  # noqa: B023
+            check.replace_all_uses_with(seen)
+            gm.graph.erase_node(check)
+    erase_dead(gm.graph)
+    return sum(map(len, found.values()))
+
+
+def _checked_product(node: Node) -> Node | None:
+    """The product all of whose elements a node looks for infinities in, None if it does not."""
+    if operation(node) != "any" or len(node.args) + len(node.kwargs) != 1:
+        return None
+    infinite = argument(node, 0, "input")
+    if not isinstance(infinite, Node) or operation(infinite) != "isinf":
+        return None
+    source = argument(infinite, 0, "input")
+    while isinstance(source, Node) and operation(source) in REGROUPED and not is_inplace(source):
+        source = argument(source, 0, "input")
+    if not isinstance(source, Node) or not _can_mark(source):
+        return None
+    return None if writer_between([source], source, infinite) is not None else source
+
+
+def _can_mark(node: Node) -> bool:
+    if node.target is torch.ops.stof.hopper_linear.default:
+        fits = node.args[2] is None
+    else:
+        fits = node.target is torch.ops.stof.fused_linear.default
+    return fits and not node.kwargs and 0 not in (shape_of(node) or (0,))
+
+
+def _marked(product: Node, mark: int) -> Callable[..., Any]:
+    """A function of the product's input nodes and the marks that calls its marking twin."""
+    inputs = product.all_input_nodes
+
+    def build(*given: Tensor) -> Any:
+        *values, marks = given
+        held = dict(zip(inputs, values, strict=True))
+        args = torch.fx.node.map_arg(product.args, lambda node: held[node])
+        if product.target is torch.ops.stof.hopper_linear.default:
+            x, weight, _, *rest = args
+            return torch.ops.stof.hopper_linear_marked.default(x, weight, *rest, marks, mark)
+        return torch.ops.stof.fused_linear_marked.default(*args, marks, mark)
+
+    return build
