@@ -25,7 +25,7 @@ from stof_compile.budget import Budget
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor, is_replayed, uses_cuda_graphs
-from stof_compile.measure import time_in_turns
+from stof_compile.measure import Timing, time_as_in_use, time_in_turns
 from stof_compile.options import StofOptions
 from stof_compile.search.form_workers import FormWorkers
 from stof_compile.store import Store
@@ -35,6 +35,9 @@ logger = logging.getLogger("stof_compile")
 
 STORE_KIND = "graphs"
 TIME_S = 0.3  # for each form
+# the same on a GPU: seconds of a turn, of which half is not counted, and turns. What a form draws
+# has time to move the clock then, as it does where the model is used
+LASTING_S, LASTING_TURNS = 0.3, 2
 LAUNCHED_S = 0.2  # the same, launched one by one
 NO_GRAPHS = {"triton.cudagraphs": False}  # the timer captures graphs of its own
 AS_TORCH = "as torch.compile runs it"  # a form
@@ -242,20 +245,27 @@ def _timed(
     device: torch.device,
     launched: bool,
 ) -> Verdict | None:
-    def times_us(budget_s: float, capture: bool) -> dict[str, float]:
-        forms, sets = list(compiled.values()), [tuple(inputs)]
-        timings = time_in_turns(forms, sets, device, budget_s=budget_s, rounds=5, capture=capture)
+    forms, sets = list(compiled.values()), [tuple(inputs)]
+
+    def by_name(timings: Sequence[Timing]) -> dict[str, float]:
         return {name: t.median_us for name, t in zip(compiled, timings, strict=True)}
+
+    def turns(budget_s: float, capture: bool) -> Sequence[Timing]:
+        return time_in_turns(forms, sets, device, budget_s=budget_s, rounds=5, capture=capture)
 
     calls: dict[str, float] = {}
     try:
-        times = times_us(TIME_S, True)
+        if device.type == "cuda":
+            timings = time_as_in_use(forms, sets, device, turn_s=LASTING_S, rounds=LASTING_TURNS)
+            times = by_name(timings)
+        else:
+            times = by_name(turns(TIME_S, True))
     except (RuntimeError, StofUnsupportedError) as failure:  # out of memory, mostly
         logger.warning("the forms of the graph could not be timed: %s", failure)
         return None
     if launched:
         try:
-            calls = times_us(LAUNCHED_S, False)
+            calls = by_name(turns(LAUNCHED_S, False))
         except RuntimeError as failure:
             logger.warning("calls of the graph's forms could not be timed: %s", failure)
     shortest = min(calls.values(), default=0.0)

@@ -48,12 +48,13 @@ def bench(monkeypatch):
 
         return run
 
-    def time_forms(fns, sets, device, capture, **how):
+    def time_forms(fns, sets, device, capture=True, **how):
         table = bench.times_us if capture else bench.launched_us
         return [Timing(us, us, us, 3, "clock") for us in (table[f(0)] for f in fns)]
 
     monkeypatch.setattr(verdict, "compile_with_inductor", compile_form)
     monkeypatch.setattr(verdict, "time_in_turns", time_forms)
+    monkeypatch.setattr(verdict, "time_as_in_use", time_forms)  # of replays, on a GPU
     return bench
 
 
@@ -100,6 +101,20 @@ def test_calls_that_cannot_be_timed_leave_the_times_of_replays(bench, monkeypatc
     bench.times_us["attention only"] = 5.0
     found = decide(bench, device=GPU).verdict
     assert found.winner == "attention only" and not found.launched_us
+
+
+def test_replays_last_on_a_gpu_and_only_there(bench, monkeypatch):
+    asked = []
+    time_forms = verdict.time_as_in_use
+
+    def lasting(fns, sets, device, turn_s, rounds):
+        asked.append((device, turn_s, rounds))
+        return time_forms(fns, sets, device)
+
+    monkeypatch.setattr(verdict, "time_as_in_use", lasting)
+    assert decide(bench).verdict.winner == "fused" and asked == []
+    assert decide(bench, device=GPU, mode="reduce-overhead").verdict.winner == "fused"
+    assert asked == [(GPU, verdict.LASTING_S, verdict.LASTING_TURNS)]
 
 
 def test_launches_count_only_where_there_are_some(bench):
