@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from sanitize_case import Case, check_template, forms
+from sanitize_case import Case, check_template, forms, on_gpu
 
 
 def _template(template, make, form, config):
@@ -84,6 +84,32 @@ def _hopper_linear(config, **form):
     check_template(HopperLinear(), recipe, operands, dict(zip(DIMS, config, strict=True)))
 
 
+def _marks(hopper, config):
+    """Marking twins of the products: an infinity in the last element, and none."""
+    from close import assert_close
+
+    import stof_compile.ops_hopper_linear
+    import stof_compile.ops_linear  # noqa: F401
+
+    def run(x, weight, residual, marks):
+        if hopper:
+            given, marking = (x, weight, residual, "", config), torch.ops.stof.hopper_linear_marked
+        else:
+            given = x, weight, None, residual, None, "", config
+            marking = torch.ops.stof.fused_linear_marked
+        return marking(*given, marks, 16), marks
+
+    draw = torch.Generator().manual_seed(0)
+    x, weight, residual = (
+        torch.randn(size, generator=draw).half() for size in ((257, 72), (136, 72), (257, 136))
+    )
+    for number, seen in ((1.0, 0), (torch.inf, 1)):
+        residual[-1, -1] = number
+        out, marks = on_gpu(run)(x, weight, residual, torch.zeros(32, dtype=torch.int32))
+        assert_close(out, x.double() @ weight.double().t() + residual.double(), scale=2.0)
+        assert marks.tolist() == [seen * (place == 16) for place in range(32)]
+
+
 def _tile(name, rows=None):
     """A case of the GPU tests; ``rows`` in place of its own."""
     from norm_recipes import machine
@@ -124,6 +150,12 @@ def _cases():
         "tma-kn": (several | {"kn": True}, large | tma),
         "tma-split": (ragged | {"k": 264, "residual": True}, large | tma_split),
     }, "gpu")  # fmt: skip
+    small = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 2, "num_stages": 2}
+    marking = small | {"group_m": 2, "split_k": 1, "persistent": 0, "tma": 0}
+    yield from forms("linear", "linear", _marks, {
+        "marks": (False, list(marking.values())),
+        "marks-split": (False, list((marking | {"split_k": 3}).values())),
+    })  # fmt: skip
     wide = large | {"block_n": 128}
     heads = {"rows": (2, 67), "heads": (5, 2), "kept": 2, "dim": 64, "k": 136}
     yield from forms("rope-linear", "rope_linear", _rope_linear, {
@@ -194,6 +226,8 @@ def _cases():
     ):
         run = partial(_hopper_linear, config, **form)
         yield Case(f"hopper-linear-{name}", "hopper_linear", run, "hopper")
+    yield Case("hopper-linear-marks", "hopper_linear", partial(_marks, True, [128, 128, 5, 8]),
+               "hopper")  # fmt: skip
     yield from forms("tile-linear", "tilelang_linear", _tile, {
         "groups": ("ragged", (257,)), "group": ("one warp group, long steps",),
         "warps": ("warps",), "step": ("one step",), "wide": ("wide tile", (2, 100)),
