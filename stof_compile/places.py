@@ -1,8 +1,9 @@
-"""Places on disk that a user named: whether they can be written to, found out by trying."""
+"""Places on disk: whether they can be written to; those that a user named are tried."""
 
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,12 @@ def check_folder(path: Path, what: str) -> None:
     if path.exists() and not path.is_dir():
         raise StofOptionError(f"{what} is a file; name a folder")
     _try(path.resolve(), what)
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files can be made in a folder, or it can be made, as far as permissions tell."""
+    there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def not_written(what: str, error: OSError) -> StofOptionError:

@@ -298,6 +298,23 @@ def test_doctor_finds_a_gpu_that_torch_does_not_see(capsys, not_measured, monkey
         assert words in capsys.readouterr().out
 
 
+def test_doctor_remarks_on_torch_without_bytecode(capsys, not_measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))  # where Python looks from now on
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert main(["doctor"]) == 0
+    assert "bytecode" not in capsys.readouterr().out, "the next import writes it"
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "remark: torch's bytecode is missing" in printed and "none/" in printed
+    status, body = json_of(capsys, "doctor")
+    assert status == 0 and body["works"]
+    (problem,) = (found for found in body["problems"] if "bytecode" in found["what"])
+    assert "unset PYTHONDONTWRITEBYTECODE, or run once: python -m compileall" in problem["fix"]
+    assert not problem["fatal"]
+
+
 def test_supported_torch_is_that_of_the_project():
     text, least, below = supported_torch()
     (line,) = re.findall(

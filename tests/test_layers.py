@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"options", "errors", "device", "plan", "budget", "typed_json", "places"}),
+    frozenset(
+        {"options", "errors", "device", "plan", "budget", "typed_json", "places", "bytecode"}
+    ),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "ops_fp8", "launchers", "ops_first_config"}
         | {"ops_fakes", "ops_hopper_attention"}

@@ -13,6 +13,7 @@ from stof_compile.cli.parts import (
     Cache,
     Problem,
     Tool,
+    bytecode_problems,
     caches,
     missing,
     supported_torch,
@@ -52,7 +53,8 @@ def doctor(as_json: AsJson = False) -> None:
             "caches": [asdict(cache) for cache in found_caches],
         }
         problems = torch_problems([device.facts for device in devices])
-        _conclude(out, problems + missing(found_tools, found_caches))
+        problems += missing(found_tools, found_caches) + bytecode_problems()
+        _conclude(out, problems)
 
 
 def _conclude(out: Output, problems: list[Problem]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -213,6 +214,30 @@ def torch_problems(devices: Sequence[DeviceFacts]) -> list[Problem]:
     return problems
 
 
+def bytecode_problems() -> list[Problem]:
+    """Whether every process compiles torch's sources again, since nothing keeps their bytecode."""
+    import torch
+
+    from stof_compile.bytecode import FOLDER, NONE_WRITTEN, lacking_bytecode
+
+    folder = Path(torch.__file__).parent
+    lacking = lacking_bytecode(folder)
+    if lacking is None:
+        return []
+    what = (
+        f"torch's bytecode is missing ({lacking.file}) and no import writes it here: every process "
+        "that compiles takes seconds more to import torch (10 on a host with H100s)"
+    )
+    settings = []
+    if lacking.forbidden:
+        settings.append(f"unset {NONE_WRITTEN}")
+    if not lacking.writable:
+        settings.append(f"set {FOLDER} to a folder that can be written to")
+    once = f"python -m compileall -q {shlex.quote(str(folder))}"
+    who = "" if lacking.writable else ", as a user who may write there"
+    return [Problem(what, f"{' and '.join(settings)}, or run once{who}: {once}", False)]
+
+
 def supported_torch() -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """What this package requires of torch: as text, lowest version, first one excluded.
 
@@ -280,6 +305,8 @@ def _nvcc() -> str:
 
 
 def _cache(name: str, folder: Path, fatal: bool, fix: str) -> Cache:
+    from stof_compile.places import can_write
+
     sizes = []
     for parent, _, files in os.walk(folder):
         for file in files:
@@ -287,6 +314,4 @@ def _cache(name: str, folder: Path, fatal: bool, fix: str) -> Cache:
                 sizes.append(os.lstat(os.path.join(parent, file)).st_size)
             except OSError:  # deleted meanwhile
                 continue
-    there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
-    writable = there.is_dir() and os.access(there, os.W_OK)
-    return Cache(name, str(folder), len(sizes), sum(sizes), writable, fatal, fix)
+    return Cache(name, str(folder), len(sizes), sum(sizes), can_write(folder), fatal, fix)
