@@ -8,7 +8,9 @@ to import without bytecode, and 4.7 to 5.6 s with it (torch 2.11).
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ NONE_WRITTEN = "PYTHONDONTWRITEBYTECODE"
 FOLDER = "PYTHONPYCACHEPREFIX"
 SOURCES = ("__init__.py", "_inductor/compile_fx.py")
 """Modules of torch that every process imports that compiles; the others go with them."""
+OTHERS_WRITE = 0o022  # bits of a folder's mode
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,28 @@ def lacking_bytecode(torch_folder: Path) -> LackingBytecode | None:
         if source.exists() and not file.exists() and (forbidden or not writable):
             return LackingBytecode(file, forbidden, writable)
     return None
+
+
+def keeping_bytecode(
+    environment: Mapping[str, str], folder: Path, torch_folder: Path
+) -> dict[str, str]:
+    """An environment for processes of ours: where torch lacks bytecode, they keep it in a folder.
+
+    Not to write any is meant for other folders than ours. One that the user has for bytecode stays.
+
+    Args:
+        folder: made if it is not there. Code is read from it: not used where others may write.
+        torch_folder: of torch's sources.
+    """
+    kept = dict(environment)
+    if sys.pycache_prefix or kept.get(FOLDER) or lacking_bytecode(torch_folder) is None:
+        return kept
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except OSError:
+        return kept
+    if about.st_uid == os.getuid() and not about.st_mode & OTHERS_WRITE and can_write(folder):
+        kept.pop(NONE_WRITTEN, None)
+        kept[FOLDER] = str(folder)
+    return kept

@@ -3,7 +3,7 @@
 Layout: ``<root>/<environment>/<kind>/<hash of key>.json``. The environment names device and
 versions, so that a choice measured on another machine is never met. A file that cannot be read is
 a miss with a warning, a folder that cannot be written to is a warning: losing the cache costs time,
-never a result.
+never a result. ``<root>/bytecode`` is Python's (``bytecode.py``); nothing here reads or deletes it.
 """
 
 from __future__ import annotations

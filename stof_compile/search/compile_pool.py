@@ -29,8 +29,10 @@ from typing import IO, Any
 
 import torch
 
+from stof_compile.bytecode import keeping_bytecode
 from stof_compile.fusion.recipe import Recipe
 from stof_compile.search.fork_server import CUDA
+from stof_compile.store import default_root
 from stof_compile.torch_modes import TorchModes
 from stof_compile.triton_environment import TritonEnvironment
 
@@ -179,7 +181,7 @@ class CompilePool:
                 [sys.executable, FORK_SERVER, *arguments, *named],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._workers[0].said,
                 pass_fds=[file for own in files for file in own],
-                env={**os.environ, **SETTINGS},
+                env=_environment(),
             )  # fmt: skip
 
     def _open(self, theirs: ExitStack) -> tuple[int, int, int]:
@@ -283,6 +285,13 @@ class CompilePool:
                     log.info("compiling %s %s ended a worker (exit code %s): %s", *ended)
                 future.set_result(f"the worker ended: {failure!r}")
                 return
+
+
+def _environment() -> dict[str, str]:
+    """That of the processes: ours, with their settings; torch's bytecode is kept where it lacks."""
+    # files are known by name, size and date: one date for all, as some images have, needs the rest
+    folder = default_root() / "bytecode" / f"torch-{torch.__version__}"
+    return {**keeping_bytecode(os.environ, folder, Path(torch.__file__).parent), **SETTINGS}
 
 
 def _last_words(said: IO[bytes]) -> str:

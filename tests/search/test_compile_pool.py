@@ -21,6 +21,7 @@ from stof_compile.search import compile_pool
 from stof_compile.search.candidate import LIBRARY
 from stof_compile.search.compile_pool import CompilePool, Job
 from stof_compile.search.library import inductor_settings, library_call, needs_compiling
+from stof_compile.store import default_root
 from stof_compile.triton_environment import TritonEnvironment
 
 
@@ -136,6 +137,20 @@ def test_workers_are_found_where_no_folder_of_a_script_is(monkeypatch):
         assert pool.submit(job("fits")).result(30) == ""
     finally:
         pool.close()
+
+
+def test_workers_keep_the_bytecode_that_torch_lacks(monkeypatch):
+    monkeypatch.setattr("stof_compile.bytecode.lacking_bytecode", lambda folder: "it lacks")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    pool = echo_pool()
+    try:
+        assert pool.submit(job("fits")).result(30) == ""
+    finally:
+        pool.close()
+    kept = default_root() / "bytecode" / f"torch-{torch.__version__}"
+    assert list(kept.rglob("echo_worker.*.pyc"))
+    assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1", "this process is as it was"
 
 
 def workers_of(server):
