@@ -119,7 +119,7 @@ def hopper_linear_forward(
     Raises:
         ValueError: a size, dtype or config that the kernel does not take.
     """
-    asked = (*map(layout, (x, weight, bias, residual, marks)), mark, activation, *config)
+    asked = (*map(layout, (x, weight, bias, residual, marks)), activation, *config)
     known = _known.get(asked)
     if known is not None and known.repeat.here:
         out = x.new_empty(known.shape)
@@ -127,7 +127,7 @@ def hopper_linear_forward(
         if marks is None:
             known.repeat(x, weight, out if bias is None else bias, last, out)
         else:
-            known.repeat(x, weight, last, out, marks)
+            known.repeat(x, weight, last, out, marks.narrow(0, mark, 1))
         return out
     n, k = weight.shape
     chosen = HopperLinearConfig(*config)
@@ -164,7 +164,8 @@ def hopper_linear_forward(
         biases = bias.clone(memory_format=torch.contiguous_format)
     operands = flat, held, biases, added
     with on_device(x):
-        repeat = _launch(*operands, out.view(rows, n), activation, chosen, weight_kn, marks, mark)
+        word = None if marks is None else marks.narrow(0, mark, 1)
+        repeat = _launch(*operands, out.view(rows, n), activation, chosen, weight_kn, word)
     given = x, weight, bias, residual
     copied = any(
         a.data_ptr() != b.data_ptr()
@@ -185,8 +186,7 @@ def _launch(
     activation: str,
     config: HopperLinearConfig,
     weight_kn: bool,
-    marks: Tensor | None,
-    mark: int,
+    word: Tensor | None,
 ) -> Repeat | None:
     from .hopper_linear_kernel import hopper_linear_kernel, hopper_linear_marking_kernel
 
@@ -218,8 +218,8 @@ def _launch(
         "REGISTERS": CONSUMER_REGISTERS,
     }
     kernel, others = hopper_linear_kernel, []
-    if marks is not None:
-        kernel, others = hopper_linear_marking_kernel, [marks, mark]
+    if word is not None:
+        kernel, others = hopper_linear_marking_kernel, [word]
         del operands[2], constants["HAS_BIAS"]
     return launch(
         kernel,

@@ -69,13 +69,13 @@ def finish_every_second_tile(
     full, empty, readies, turns, tiles_m, tiles_n, group_m, k_steps,
     FIRST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    WEIGHT_KN: gl.constexpr, marks, MARKS: gl.constexpr,
+    WEIGHT_KN: gl.constexpr, mark, MARKS: gl.constexpr,
 ):  # fmt: skip
     """Multiply, finish and store the even (FIRST = 0) or odd (FIRST = 1) tiles of the program.
 
     The residual is loaded into the buffer of the result, which it leaves as the result. MARKS: set
-    the word at ``marks`` where the result holds an infinity (what lies outside of it is 0 without a
-    bias).
+    the word at ``mark`` where an element is infinite (what lies outside of the result is 0 or NaN
+    without a bias).
     """
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     WIDTH: gl.constexpr = BLOCK_N // 2
@@ -155,7 +155,7 @@ def finish_every_second_tile(
             out_buf.store(rounded)
             if MARKS:
                 infinite = gl.abs(rounded.to(gl.float32)) == float("inf")
-                word = marks + gl.zeros([BLOCK_M, WIDTH], gl.int32, finished)
+                word = mark + gl.zeros([BLOCK_M, WIDTH], gl.int32, finished)
                 ones = gl.full([BLOCK_M, WIDTH], 1, gl.int32, finished)
                 gl.atomic_or(word, ones, mask=infinite, sem="relaxed")
             fence_async_shared()
@@ -228,18 +228,18 @@ def hopper_linear_kernel(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=[*_NUMBERS, "mark"])
+@gluon.jit(do_not_specialize=_NUMBERS)
 def hopper_linear_marking_kernel(
-    x_desc, w_desc, residual_desc, out_desc, marks, mark, tiles_m, tiles_n, group_m, k_steps,
+    x_desc, w_desc, residual_desc, out_desc, mark, tiles_m, tiles_n, group_m, k_steps,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, WEIGHT_KN: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The same without a bias; sets the word ``mark`` of marks where the result is infinite."""
+    """The same without a bias; sets the word at ``mark`` where an element is infinite."""
     _work(
         x_desc, w_desc, out_desc, residual_desc, out_desc, tiles_m, tiles_n, group_m, k_steps,
         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ACTIVATION, False, HAS_RESIDUAL, WEIGHT_KN, REGISTERS,
-        marks + mark, True,
+        mark, True,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _work(
     x_desc, w_desc, bias_desc, residual_desc, out_desc, tiles_m, tiles_n, group_m, k_steps,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    WEIGHT_KN: gl.constexpr, REGISTERS: gl.constexpr, marks, MARKS: gl.constexpr,
+    WEIGHT_KN: gl.constexpr, REGISTERS: gl.constexpr, mark, MARKS: gl.constexpr,
 ):  # fmt: skip
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     W_ROWS: gl.constexpr = BLOCK_K if WEIGHT_KN else BLOCK_N
@@ -284,7 +284,7 @@ def _work(
                     bias_desc, residual_desc, out_desc, x_bufs, w_bufs, bias_bufs, out_bufs,
                     full, empty, readies, turns, tiles_m, tiles_n, group_m, k_steps, 0,
                     BLOCK_M, BLOCK_N, STAGES, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
-                    WEIGHT_KN, marks, MARKS,
+                    WEIGHT_KN, mark, MARKS,
                 ),
             ),
             (
@@ -293,7 +293,7 @@ def _work(
                     bias_desc, residual_desc, out_desc, x_bufs, w_bufs, bias_bufs, out_bufs,
                     full, empty, readies, turns, tiles_m, tiles_n, group_m, k_steps, 1,
                     BLOCK_M, BLOCK_N, STAGES, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
-                    WEIGHT_KN, marks, MARKS,
+                    WEIGHT_KN, mark, MARKS,
                 ),
             ),
             (

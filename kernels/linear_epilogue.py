@@ -152,8 +152,8 @@ def write_tile(
 ):  # fmt: skip
     """Round a tile to the dtype of ``out`` [M, N] and store what lies inside.
 
-    MARKS: set the word ``mark`` of ``marks`` where something stored is infinite. Nothing is written
-    otherwise, so it costs a comparison of each element.
+    MARKS: set the word ``mark`` of ``marks`` where something stored is infinite: a comparison and a
+    write that hardly ever happens for each element.
     """
     m_idx = tl.arange(0, BLOCK_M)
     n_idx = tl.arange(0, BLOCK_N)

@@ -41,7 +41,7 @@ from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Plan, PlanFile
 from stof_compile.plan_fit import refuse_other_attention, refuse_other_plan
 from stof_compile.record_attention import record_near_misses, record_sites
-from stof_compile.record_fusion import record_fusion
+from stof_compile.record_fusion import notes_without_fusion, record_fusion
 from stof_compile.search.form_workers import FormWorkers
 from stof_compile.short_gelu import shorten_gelu
 from stof_compile.store import Store, default_root, environment_key
@@ -126,6 +126,7 @@ def improve(
         raise
     except Exception as failure:  # architecture.md: the second of the two allowed catch-alls
         fall_back(failure, opts, record)
+        record.notes = notes_without_fusion(record.notes)
         outcome = replace(outcome, gm=copy_graph(captured))
     outcome.gm.recompile()
     record.graphs["rewritten"] = graph_text(outcome.gm)

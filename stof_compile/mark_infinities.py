@@ -5,28 +5,36 @@
 T5 and its kin clamp their fp16 states so that one infinity does not become NaN, by a limit that
 depends on whether there is one anywhere: a pass over all elements that a product has just stored.
 Its kernel sees them before they are stored, and writes a mark where one is infinite, which hardly
-ever happens. All marks of a graph are one small tensor of zeros. To be run when products have
+ever happens (a result full of infinities writes as many times). All marks of a graph on one device
+are one small tensor of zeros. To be run when products have
 become operators of ours; what those of other kernels return is checked as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from stof_compile.between import writer_between
+from stof_compile.between import region_states, writer_between
 from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit
-from stof_compile.node_ops import argument, is_inplace, operation, shape_of
+from stof_compile.node_ops import (
+    argument,
+    dtype_of,
+    is_inplace,
+    operation,
+    shape_of,
+    tensor_meta,
+)
 from stof_compile.ops_linear import mark_step
 
 REGROUPED = frozenset(
     {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
-)  # the same elements
+)  # the same elements, if they are of the same dtype
 
 
 def mark_infinities(gm: GraphModule) -> int:
@@ -35,34 +43,47 @@ def mark_infinities(gm: GraphModule) -> int:
     Args:
         gm: graph whose products have been replaced by operators.
     Returns:
-        Number of checks that are gone.
+        Number of checks that products do now.
     """
-    found: dict[Node, list[Node]] = {}
+    checks: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
         product = _checked_product(node)
         if product is not None:
-            found.setdefault(product, []).append(node)
-    if not found:
+            checks.setdefault(product, []).append(node)
+    if not checks:
         return 0
-    first, step = next(iter(found)), mark_step()
-    words = len(found) * step
+    states = region_states(gm.graph)
+    alike: dict[tuple[object, ...], list[Node]] = {}
+    for node in gm.graph.nodes:  # in this order: the first of them makes the words
+        value = tensor_meta(node)
+        if node in checks and value is not None:
+            # no words that were made in one region are written in another (inference mode)
+            alike.setdefault((value.device, *states[node]), []).append(node)
+    for products in alike.values():
+        _mark(gm, {product: checks[product] for product in products})
+    erase_dead(gm.graph)
+    return sum(map(len, checks.values()))
+
+
+def _mark(gm: GraphModule, checks: Mapping[Node, Sequence[Node]]) -> None:
+    """Give products one tensor of words, and their checks what stands in it."""
+    first, step = next(iter(checks)), mark_step()
+    words = len(checks) * step
     (marks,) = emit(
         gm.graph, first, first, lambda x, *_: x.new_zeros((words,), dtype=torch.int32),
         *first.all_input_nodes,
     )  # fmt: skip
-    for number, (product, checks) in enumerate(found.items()):
+    for number, (product, places) in enumerate(checks.items()):
         mark = number * step
         (marked,) = emit(
             gm.graph, product, product, _marked(product, mark), *product.all_input_nodes, marks
         )
         product.replace_all_uses_with(marked)
         gm.graph.erase_node(product)
-        for check in checks:
+        for check in places:
             (seen,) = emit(gm.graph, check, check, lambda m: m.select(0, mark).ne(0), marks)  # noqa: B023
             check.replace_all_uses_with(seen)
             gm.graph.erase_node(check)
-    erase_dead(gm.graph)
-    return sum(map(len, found.values()))
 
 
 def _checked_product(node: Node) -> Node | None:
@@ -70,11 +91,16 @@ def _checked_product(node: Node) -> Node | None:
     if operation(node) != "any" or len(node.args) + len(node.kwargs) != 1:
         return None
     infinite = argument(node, 0, "input")
-    if not isinstance(infinite, Node) or operation(infinite) != "isinf":
+    if not isinstance(infinite, Node) or operation(infinite) != "isinf" or is_inplace(infinite):
+        return None
+    if writer_between([infinite], infinite, node) is not None:
         return None
     source = argument(infinite, 0, "input")
+    dtype = dtype_of(source)
     while isinstance(source, Node) and operation(source) in REGROUPED and not is_inplace(source):
         source = argument(source, 0, "input")
+        if dtype_of(source) != dtype:  # a view of the bytes
+            return None
     if not isinstance(source, Node) or not _can_mark(source):
         return None
     return None if writer_between([source], source, infinite) is not None else source

@@ -162,7 +162,23 @@ def with_bias(x, a, b, c):
     return torch.isinf(h).any()
 
 
-@pytest.mark.parametrize("fn", [other, part, written, with_bias])
+def check_written(x, a, b, c):
+    h = fused(x, a, None, x, None, "", CONFIG)
+    one = torch.isinf(h)
+    one[0, 0, 0] = True
+    two = torch.isinf(h)
+    two.logical_not_()
+    three = torch.isinf(h)
+    three[:, 0].fill_(False)
+    return one.any(), two.any(), torch.any(three)
+
+
+def other_dtype(x, a, b, c):
+    h = fused(x, a, None, x, None, "", CONFIG)
+    return torch.isinf(h.view(torch.bfloat16)).any(), torch.isinf(h.view(torch.float32)).any()
+
+
+@pytest.mark.parametrize("fn", [other, part, written, with_bias, check_written, other_dtype])
 def test_what_stays(fn):
     assert marked(fn, *cases()).count == 0
 
@@ -175,6 +191,63 @@ def test_a_write_behind_the_check_is_none_before_it():
         return seen, h
 
     assert marked(fn, *cases()).count == 1
+
+
+def test_checks_in_another_order_than_their_products():
+    def fn(x, a, b, c):
+        h = fused(x, a, None, x, None, "", CONFIG)
+        g = fused(h, b, None, None, None, "relu", CONFIG)
+        last = torch.isinf(g).any()
+        return last, torch.isinf(h).any(), g
+
+    assert marked(fn, *cases()).count == 2
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("inside_first", [False, True])
+def test_words_are_not_shared_across_regions(inside_first, inductor):
+    def product(x, a):
+        h = fused(x, a, None, x, None, "", CONFIG)
+        return torch.isinf(h).any()
+
+    def fn(x, a, b, c):
+        seen = [] if inside_first else [product(x, b)]
+        with torch.inference_mode():
+            seen.append(product(x, a).clone())
+        seen += [product(x, b)] if inside_first else []
+        return [one.logical_not() for one in seen]
+
+    backend = marked(fn, *cases(), inductor=inductor)
+    assert backend.count == 2
+    assert [operation(n) for n in backend.gm.graph.nodes].count("new_zeros") == 2
+
+
+def test_words_are_on_the_device_of_their_product():
+    graph = torch.fx.Graph()
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    results = []
+    with mode:
+        for device in ("cuda:0", "cuda:1", "cuda:0"):
+            number = len(results)
+            x, weight = graph.placeholder(f"x{number}"), graph.placeholder(f"w{number}")
+            x.meta["example_value"] = torch.empty(16, 32, dtype=torch.float16, device=device)
+            weight.meta["example_value"] = torch.empty(32, 32, dtype=torch.float16, device=device)
+            h = graph.call_function(fused, (x, weight, None, None, None, "", CONFIG))
+            h.meta["example_value"] = torch.empty(16, 32, dtype=torch.float16, device=device)
+            infinite = graph.call_function(torch.isinf, (h,))
+            infinite.meta["example_value"] = torch.empty(16, 32, dtype=torch.bool, device=device)
+            seen = graph.call_method("any", (infinite,))
+            seen.meta["example_value"] = torch.empty((), dtype=torch.bool, device=device)
+            results.append(seen)
+    graph.output(tuple(results))
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert mark_infinities(gm) == 3
+    gm.graph.lint()
+    made = [n.meta["example_value"] for n in gm.graph.nodes if operation(n) == "new_zeros"]
+    assert [(str(words.device), words.numel()) for words in made] == [
+        ("cuda:0", 32),
+        ("cuda:1", 16),
+    ]
 
 
 def test_notes_tell_how_many():

@@ -269,7 +269,7 @@ def test_it_marks_without_spills(block_m, block_n, stages, residual, kn):
         "HAS_RESIDUAL": residual, "WEIGHT_KN": kn, "REGISTERS": CONSUMER_REGISTERS,
     }  # fmt: skip
     compiled = compile_descriptors(
-        hopper_linear_marking_kernel, 90, blocks, {"marks": "*i32"}, constants, 4, REGISTERS
+        hopper_linear_marking_kernel, 90, blocks, {"mark": "*i32"}, constants, 4, REGISTERS
     )
     assert "global.gpu.relaxed.or" in compiled.asm["ptx"]
     found = needs(compiled, 90)
