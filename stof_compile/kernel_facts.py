@@ -43,7 +43,8 @@ _lock = RLock()
 def remembered_kernel_facts(trains: bool = False) -> Iterator[None]:
     """Answer torch's questions from memory, for our own kernels, while this context is open.
 
-    What a kernel writes depends on its source, its constants and the kinds of its arguments only.
+    What a kernel writes depends on its source, its constants and the kinds of its arguments only,
+    not on the numbers that it is given (where twelve layers have a mark each, for instance).
     Where torch has no such function, nothing is changed.
 
     Args:
@@ -148,12 +149,16 @@ def _effects_key(kernel: Any, kwargs: dict[str, Any], *descriptors: Any) -> tupl
     """What the answer depends on; None for what is not ours or cannot be told."""
     if not _is_ours(kernel) or any(descriptors):
         return None
+    params = getattr(kernel, "params", ())
+    numbers = {param.name for param in params if not param.is_constexpr}
     kinds: list[tuple[Any, ...]] = []
     for name, value in sorted(kwargs.items()):
         if isinstance(value, torch.Tensor):
             kinds.append((name, "tensor", value.dtype))
         elif hasattr(value, "get_dtype"):  # Inductor's own tensors
             kinds.append((name, "tensor", value.get_dtype()))
+        elif type(value) is int and name in numbers:  # a 1 becomes a constant
+            kinds.append((name, "number", value == 1, abs(value) < 2**31))
         elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
             kinds.append((name, type(value).__name__, value))
         else:

@@ -68,6 +68,24 @@ def test_other_constants_and_kinds_are_other_questions(asked, other):
     assert len(questions) == 2
 
 
+def test_numbers_that_are_no_constants_are_one_question(asked):
+    ask, questions = asked
+    params = [
+        SimpleNamespace(name=name, is_constexpr=name == "BLOCK")
+        for name in ("x", "out", "mark", "BLOCK")
+    ]
+    ours = SimpleNamespace(fn=OURS.fn, params=params)
+    with remembered_kernel_facts():
+        for mark in (0, 16, 32):
+            ask(ours, arguments(mark=mark), {})
+        assert len(questions) == 1
+        ask(ours, arguments(mark=1), {})  # Triton makes a constant of it
+        ask(ours, arguments(mark=True), {})
+        ask(ours, arguments(mark=2**40), {})
+        ask(ours, arguments(mark=0, BLOCK=32), {})
+    assert len(questions) == 5
+
+
 def test_foreign_kernels_and_what_has_no_key_are_left_alone(asked):
     ask, questions = asked
     theirs = kernel("their_package.kernels")
