@@ -145,10 +145,29 @@ def ending_all() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except BaseException:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_all()  # while the server can tell which of them run
+        _end_server()
+        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_all()
         signal.signal(signal.SIGTERM, before)
+
+
+def _end_server() -> None:
+    """Kill the server with all that it has forked: it may be about to fork a cell that it was asked
+    for while it imported, of which nobody else knows.
+    """
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    if pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    for one in (*_descendants(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 # -- in the server, and in the fork ----------------------------------------------------------------

@@ -136,6 +136,21 @@ def act(folder):
     except SystemExit as end:
         seen["told to end"] = end.code
     interrupt.join()
+    seen["servers left"] = [server] if goes_on(server) else []
+
+    cell_process.start_server()  # told while it imports, and asked for a cell already
+    early = forkserver._forkserver._forkserver_pid
+    driver.drive = lambda given: driver.run_units(
+        args, [driver.Unit("hangs4", 1)], time.monotonic()
+    )
+    interrupt = threading.Thread(target=interrupt_when, args=(folder, [], signal.SIGTERM))
+    interrupt.start()
+    try:
+        run.main(["e2e"])
+    except SystemExit as end:
+        seen["told early"] = end.code
+    interrupt.join()
+    seen["servers left"] += [early] if goes_on(early) else []
     seen["alive"] = [path.name for path in folder.glob("hangs*") if still_runs(path)]
     return seen
 
@@ -149,6 +164,13 @@ def interrupt_when(folder, names, number=signal.SIGINT, *others):
         os.kill(pid, number)
     time.sleep(0.2)
     os.kill(os.getpid(), number)
+
+
+def goes_on(pid):
+    end = time.monotonic() + 5
+    while time.monotonic() < end and Path(f"/proc/{pid}/stat").exists() and state(pid) != "Z":
+        time.sleep(0.05)
+    return Path(f"/proc/{pid}/stat").exists() and state(pid) != "Z"
 
 
 def still_runs(path):
@@ -243,7 +265,7 @@ def test_ctrl_c_ends_the_cells_and_begins_no_other(seen):
 
 def test_sigterm_ends_the_run(seen):
     _, acted, _ = seen
-    assert acted["told to end"] == 143
+    assert acted["told to end"] == acted["told early"] == 143 and acted["servers left"] == []
 
 
 def test_nothing_that_a_cell_started_outlives_it(seen):
