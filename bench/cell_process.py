@@ -160,6 +160,7 @@ def _end_server() -> None:
     """Kill the server with all that it has forked: it may be about to fork a cell that it was asked
     for while it imported, of which nobody else knows.
     """
+    # multiprocessing gives its server no public name, and the type stubs leave it out
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return
@@ -168,6 +169,8 @@ def _end_server() -> None:
     for one in (*_descendants(pid), pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # its end is left to multiprocessing to collect
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 # -- in the server, and in the fork ----------------------------------------------------------------

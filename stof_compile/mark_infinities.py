@@ -13,6 +13,7 @@ become operators of ours; what those of other kernels return is checked as befor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,9 +82,13 @@ def _mark(gm: GraphModule, checks: Mapping[Node, Sequence[Node]]) -> None:
         product.replace_all_uses_with(marked)
         gm.graph.erase_node(product)
         for check in places:
-            (seen,) = emit(gm.graph, check, check, lambda m: m.select(0, mark).ne(0), marks)  # noqa: B023
+            (seen,) = emit(gm.graph, check, check, partial(_is_set, mark), marks)
             check.replace_all_uses_with(seen)
             gm.graph.erase_node(check)
+
+
+def _is_set(mark: int, marks: Tensor) -> Tensor:
+    return marks.select(0, mark).ne(0)
 
 
 def _checked_product(node: Node) -> Node | None:

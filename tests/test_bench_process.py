@@ -125,32 +125,29 @@ def act(folder):
             seen[f"interrupted {gpus}"] = [n for n in names if (folder / n).exists()]
         interrupt.join()
 
-    args.gpus, unit = 1, driver.Unit("hangs3", 1)
-    driver.drive = lambda given: driver.run_units(args, [unit], time.monotonic())
-    server = forkserver._forkserver._forkserver_pid  # where the group is told, as by timeout
-    told = folder, ["hangs3"], signal.SIGTERM, server
-    interrupt = threading.Thread(target=interrupt_when, args=told)
-    interrupt.start()
-    try:
-        run.main(["e2e"])
-    except SystemExit as end:
-        seen["told to end"] = end.code
-    interrupt.join()
-    seen["servers left"] = [server] if goes_on(server) else []
+    args.gpus = 1
 
+    def told_to_end(name, *waited_for, others=()):
+        """Exit code of a run that SIGTERM ends."""
+        driver.drive = lambda given: driver.run_units(
+            args, [driver.Unit(name, 1)], time.monotonic()
+        )
+        told = folder, waited_for, signal.SIGTERM, *others
+        interrupt = threading.Thread(target=interrupt_when, args=told)
+        interrupt.start()
+        try:
+            return run.main(["e2e"])
+        except SystemExit as end:
+            return end.code
+        finally:
+            interrupt.join()
+
+    servers = [forkserver._forkserver._forkserver_pid]  # where the group is told, as by timeout
+    seen["told to end"] = told_to_end("hangs3", "hangs3", others=servers)
     cell_process.start_server()  # told while it imports, and asked for a cell already
-    early = forkserver._forkserver._forkserver_pid
-    driver.drive = lambda given: driver.run_units(
-        args, [driver.Unit("hangs4", 1)], time.monotonic()
-    )
-    interrupt = threading.Thread(target=interrupt_when, args=(folder, [], signal.SIGTERM))
-    interrupt.start()
-    try:
-        run.main(["e2e"])
-    except SystemExit as end:
-        seen["told early"] = end.code
-    interrupt.join()
-    seen["servers left"] += [early] if goes_on(early) else []
+    servers.append(forkserver._forkserver._forkserver_pid)
+    seen["told early"] = told_to_end("hangs4")
+    seen["servers left"] = [pid for pid in servers if goes_on(pid)]
     seen["alive"] = [path.name for path in folder.glob("hangs*") if still_runs(path)]
     return seen
 

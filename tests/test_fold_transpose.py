@@ -5,44 +5,22 @@ import torch
 import torch.nn.functional as F
 from e2e import models
 from e2e.running import assert_same
+from pass_backend import PassBackend
 from torch import nn
 
-from stof_compile.capture import read_capture
-from stof_compile.emit import autocast_at, fake_result
 from stof_compile.fold_transpose import fold_transposes
 from stof_compile.node_ops import operation
-from stof_compile.normalize import normalize
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-class Folding:
-    """A backend that folds; ``inductor`` compiles the result for real."""
+class Folding(PassBackend):
+    """A backend that folds."""
 
     def __init__(self, inductor=False):
-        self.inductor, self.count, self.gm = inductor, None, None
-
-    def __call__(self, gm, inputs):
-        facts = read_capture(gm, inputs)
-        normalize(gm, facts)
-        self.count = fold_transposes(gm, facts)
-        assert fold_transposes(gm, facts) == 0, "a second run finds nothing"
-        gm.graph.lint()
-        gm.recompile()
-        self.gm = gm
-        for node in gm.graph.nodes:
-            old = node.meta.get("example_value")
-            if node.op in ("call_function", "call_method") and isinstance(old, torch.Tensor):
-                with autocast_at(gm.graph, node):
-                    new = fake_result(node)
-                assert (new.shape, new.stride()) == (old.shape, old.stride()), node.name
-        if self.inductor:
-            from torch._inductor.compile_fx import compile_fx
-
-            return compile_fx(gm, inputs)
-        return gm.forward
+        super().__init__(fold_transposes, inductor)
 
     @property
     def copies(self):
