@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from stof_compile.stored_operands import operands_stored
+
 KERNELS = "stof_compile.kernels."
 EFFECTS = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13; 2.11
 # as in kernels/overlap.py, overlap_kernel.py
@@ -75,6 +77,7 @@ def remembered_kernel_facts(trains: bool = False) -> Iterator[None]:
             # first call, when nothing of this holds any more
             if not trains:
                 ending.enter_context(overlap_in_traces())
+        ending.enter_context(operands_stored(_is_ours))
         yield
 
 

@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "progress",
             "triton_environment",
         }
-        | {"inductor", "kernel_facts", "register_limit"}
+        | {"inductor", "kernel_facts", "register_limit", "stored_operands"}
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
         | {"fold_transpose", "mark_infinities", "compare", "example_values"}
