@@ -35,6 +35,7 @@ from stof_compile.mark_infinities import mark_infinities
 from stof_compile.options import StofOptions
 from stof_compile.packing import Pack, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
+from stof_compile.placed_segments import PlacedSegment, without_joined
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
 from stof_compile.search.attention_workers import AttentionWorkers
@@ -324,21 +325,26 @@ class Fusion:
             elif self._plan is not None and not self._plan.graph and tuner.can_be_improved:
                 result.unplanned.append(tuner.name)
         ctx.use(whole)
-        calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+        placed: list[PlacedSegment] = []
         nodes = {node.name: node for node in gm.graph.nodes}
         for key, places in alike.items():
             for chain in places if key in result.chains else ():
-                calls += self._calls(chain, result.chains[key], nodes)
-        result.segments = rewrite_segments(gm, calls)
+                placed += self._placed(chain, key, result.chains[key], nodes)
+        if not ctx.forced:
+            count = len(placed)
+            chains = [chain for places in alike.values() for chain in places]
+            placed = without_joined(gm, chains, placed, result.chains)
+            result.joined = count - len(placed)
+        result.segments = rewrite_segments(gm, [(place.segment, place.run) for place in placed])
 
-    def _calls(
-        self, chain: OpChain, chosen: ChainPlan, nodes: Mapping[str, Node]
-    ) -> list[tuple[Segment, Callable[[Sequence[Any]], Any]]]:
-        """The calls that replace the segments of one occurrence of a chain."""
+    def _placed(
+        self, chain: OpChain, key: str, chosen: ChainPlan, nodes: Mapping[str, Node]
+    ) -> list[PlacedSegment]:
+        """What templates are to compute of one occurrence of a chain."""
         gm = self._gm
         templates = {template.name: template for template in self._templates}
         ops = op_list(chain, nodes)
-        calls: list[tuple[Segment, Callable[[Sequence[Any]], Any]]] = []
+        placed: list[PlacedSegment] = []
         for segment in chosen.segments:
             if segment.template == LIBRARY:
                 continue
@@ -354,8 +360,8 @@ class Fusion:
                 logger.info("%s is left to Inductor: %s", chain.ops[start].name, refusal)
                 continue
             call = template.build(recipe, dict(segment.config))
-            calls.append((Segment(chain, start, stop), call.run))
-        return calls
+            placed.append(PlacedSegment(Segment(chain, start, stop), call.run, key, segment))
+        return placed
 
 
 def _packed_rotations(gm: GraphModule, facts: CaptureFacts, packs: Sequence[Pack]) -> list[Recipe]:

@@ -20,6 +20,7 @@ class FusionResult:
         rotated: products whose rotations are in their epilogue.
         apart: why other rotations stay apart from their product -> how many.
         segments: segments replaced by a template.
+        joined: others, without a product, that Inductor computes in one kernel with its own ops.
         folded: copies of transposed operands that products now read through strides.
         marked: checks for infinities that the kernels of products do.
         packed: keeps packed weights equal to the originals; None where nothing is packed.
@@ -40,6 +41,7 @@ class FusionResult:
     rotated: int = 0
     apart: dict[str, int] = field(default_factory=dict)
     segments: int = 0
+    joined: int = 0
     folded: int = 0
     marked: int = 0
     packed: PackedWeights | None = None

@@ -12,6 +12,7 @@ MAX_TEMPLATES = 3  # whose first calls are told
 MAX_REPEATS = 8  # told of a graph
 FOLDED = "copies of transposed operands folded into products"
 ROTATED = "rotary embeddings in the epilogue of"
+JOINED = "norms and elementwise kernels left to Inductor, which joins them with ops beside them"
 MARKED = "checks for infinities done by the kernels of products"
 
 logger = logging.getLogger("stof_compile")
@@ -32,6 +33,8 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         record.notes.append(f"{FOLDED}: {result.folded}")
     if result.rotated:
         record.notes.append(f"{ROTATED} {result.rotated} products")
+    if result.joined:
+        record.notes.append(f"{JOINED}: {result.joined}")
     if result.marked:
         record.notes.append(f"{MARKED}: {result.marked}")
     for reason, count in result.apart.items():
@@ -50,7 +53,7 @@ def notes_without_fusion(notes: Sequence[str]) -> list[str]:
     """The notes where the graph that is kept is not the fused one: what only that one has is not
     among them.
     """
-    return [note for note in notes if not note.startswith((FOLDED, ROTATED, MARKED))]
+    return [note for note in notes if not note.startswith((FOLDED, ROTATED, JOINED, MARKED))]
 
 
 def _longest(calls: Mapping[str, Sequence[float]]) -> str:

@@ -52,7 +52,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
-        | {"fuse", "fusion_result", "record_fusion", "verdict", "plan_fit", "rank_plan"}
+        | {"fuse", "placed_segments", "fusion_result", "record_fusion", "verdict", "plan_fit", "rank_plan"}
         | {"improve", "forms"}
     ),
     frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -10,9 +10,12 @@ from stof_compile.fusion.chain import OpChain
 from stof_compile.fusion.op_kind import Family, OpKind
 from stof_compile.fusion.read_recipe import read_recipe
 from stof_compile.fusion.recipe import Recipe
+from stof_compile.fusion.rewrite import Segment
 
 JOINED: frozenset[Family] = frozenset({"elementwise", "embedding", "movement", "softmax"})
 """Families of ops that Inductor computes in one kernel with memory-intensive ops beside them."""
+APART: frozenset[Family] = frozenset({"movement"})
+"""Families of memory-intensive ops that it may well store the operands of."""
 
 
 class Neighbours:
@@ -59,6 +62,61 @@ class Neighbours:
             and not self._is_epilogue(self._nodes[op.name])
             and not self._left.isdisjoint(self._beside(self._nodes[op.name]))
         )
+
+    def joined(self, segments: Sequence[Segment]) -> list[bool]:
+        """Which segments have no product, and an op beside them that has none of our kernels'
+        products either: Inductor computes both in one kernel, and what passes between the two
+        never goes through memory. A residual and the norm behind it are one kernel of Inductor's
+        that writes both, and two of ours; which ops are Inductor's is known when all chains of a
+        graph have their schemes.
+
+        Args:
+            segments: what templates are to compute, none of whose ops overlap.
+        Returns:
+            For each whether it had better be left to Inductor.
+        """
+        plain = [not any(op.kind.compute_intensive for op in s.ops) for s in segments]
+        groups = {n: s.nodes for s in segments for n in s.nodes}
+        ours = {n for s, alone in zip(segments, plain, strict=True) if not alone for n in s.nodes}
+        return [
+            alone and any(self._joins(s, beside, groups, ours) for beside in self._around(s))
+            for s, alone in zip(segments, plain, strict=True)
+        ]
+
+    def _around(self, segment: Segment) -> Iterator[Node]:
+        """Ops outside a segment that made what it reads, or read what it makes."""
+        for name in segment.nodes:
+            for beside in self._beside(self._nodes[name]):
+                if beside.name not in segment.nodes:
+                    yield beside
+
+    def _joins(
+        self, segment: Segment, beside: Node, groups: dict[str, tuple[str, ...]], ours: set[str]
+    ) -> bool:
+        kind = self._kind(beside)
+        if kind is None or kind.compute_intensive or kind.family in ("view", *APART):
+            return False
+        if beside.name in ours:
+            return False
+        chain, place = self._homes[beside.name]
+        others = {self._nodes[n] for n in groups.get(beside.name, chain.ops[place].nodes)}
+        nodes = {self._nodes[name] for name in segment.nodes}
+        first, second = (others, nodes) if min(others) < min(nodes) else (nodes, others)
+        return not self._meet_outside(first, second)
+
+    def _meet_outside(self, first: set[Node], second: set[Node]) -> bool:
+        """Whether ``second`` depends on ``first`` by a way through other ops, too."""
+        start = min(first)
+        waiting = [n for node in second for n in self._made_by(node) if n not in first | second]
+        seen = set(waiting)
+        while waiting:
+            for made in waiting.pop().all_input_nodes:
+                if made in first:
+                    return True
+                if made not in seen and made > start:
+                    seen.add(made)
+                    waiting.append(made)
+        return False
 
     def _has_recipe(self, gm: GraphModule, node: Node) -> bool:
         chain, place = self._homes[node.name]

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from stof_compile.dead_code import erase_dead
 from stof_compile.emit import emit
-from stof_compile.fusion.chain import OpChain
+from stof_compile.fusion.chain import ChainOp, OpChain
 from stof_compile.fusion.read_recipe import segment_operands
 
 
@@ -28,9 +28,14 @@ class Segment:
         return segment_operands(self.chain, self.start, self.stop)
 
     @property
+    def ops(self) -> tuple[ChainOp, ...]:
+        """Its ops."""
+        return self.chain.ops[self.start : self.stop]
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         """Names of its nodes, in graph order within each op."""
-        return tuple(name for op in self.chain.ops[self.start : self.stop] for name in op.nodes)
+        return tuple(name for op in self.ops for name in op.nodes)
 
 
 def rewrite_segments(

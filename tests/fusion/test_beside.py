@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from stof_compile.fusion.beside import Neighbours
+from stof_compile.fusion.rewrite import Segment
 
 X, W, ROWS = torch.randn(2, 8, 16), torch.randn(16, 16), torch.arange(2)
 
@@ -68,3 +69,60 @@ def test_equal_layers_have_equal_claims(bert):
     beside = Neighbours(graph.gm, graph.chains)
     layers = [chain for chain in graph.chains if len(chain) > 1]
     assert len(layers) > 3 and not any(map(beside.claimed, layers[1:]))
+
+
+def add_and_norm(x, w):
+    """A residual that the norm behind it and the next residual read."""
+    h = x + F.linear(norm(x), w)
+    return h + F.linear(norm(h), w)
+
+
+def segments_of(graph, *kinds):
+    """One segment for each op of these kinds, and each product with its residual in one."""
+    found = []
+    for chain in graph.chains:
+        names = [op.kind.name for op in chain.ops]
+        for i, name in enumerate(names):
+            if (name, names[i + 1 : i + 2]) == ("linear", ["residual_add"]) and "both" in kinds:
+                found.append(Segment(chain, i, i + 2))
+            elif name in kinds and not (name == "residual_add" and "both" in kinds):
+                found.append(Segment(chain, i, i + 1))
+    return found
+
+
+def joined(graph, segments):
+    left = Neighbours(graph.gm, graph.chains).joined(segments)
+    return [s.ops[0].kind.name for s, gone in zip(segments, left, strict=True) if gone]
+
+
+def test_a_residual_of_inductors_takes_the_norm_behind_it(capture):
+    graph = capture(add_and_norm, X, W)
+    assert joined(graph, segments_of(graph, "layer_norm", "linear")) == ["layer_norm"]  # of two
+    both = segments_of(graph, "layer_norm", "residual_add")
+    assert sorted(joined(graph, both)) == ["layer_norm", "residual_add"]
+
+
+def test_a_residual_in_a_product_leaves_the_norm_alone(capture):
+    graph = capture(add_and_norm, X, W)
+    assert joined(graph, segments_of(graph, "layer_norm", "both")) == []
+
+
+def test_norms_that_a_product_stands_between_are_not_joined(capture):
+    """As in BERT, whose residual is the norm before."""
+
+    def post_norm(x, w):
+        h = norm(F.linear(x, w))
+        return norm(h + F.linear(h, w)) @ w
+
+    graph = capture(post_norm, X, W)
+    (last,) = (c for c in graph.chains if "residual_add" in [op.kind.name for op in c.ops])
+    names = [op.kind.name for op in last.ops]
+    at = names.index("residual_add")
+    first = next(s for s in segments_of(graph, "layer_norm") if s.chain is not last)
+    assert joined(graph, [first, Segment(last, at, at + 2)]) == []
+    assert joined(graph, [first, Segment(last, at + 1, at + 2)]) == ["layer_norm"]  # not the first
+
+
+def test_a_sum_beside_a_check_is_inductors(capture):
+    graph = capture(lambda x, w: norm(clamped(F.linear(x, w) + x, w)) @ w, X, W)
+    assert joined(graph, segments_of(graph, "residual_add", "linear")) == ["residual_add"]
