@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from stof_compile.emit import autocast_at, fake_result
+from stof_compile.emit import autocast_at, fake_result, in_fake_mode
 from stof_compile.fusion.op_kind import op_kind
-from stof_compile.node_ops import VIEWS, is_inplace, operation
+from stof_compile.node_ops import VIEWS, is_inplace, operation, raw_name
+
+FACTS = frozenset({"size", "shape", "dim", "ndim", "numel", "dtype", "device", "len"})
 
 
 def update_values(graph: Graph, *starts: Node) -> None:
@@ -35,6 +37,39 @@ def update_values(graph: Graph, *starts: Node) -> None:
         node = node.next
 
 
+def values_behind(start: Node, value: Tensor) -> dict[Node, Any] | None:
+    """Example values of the nodes that see it when a node has other strides, with its own.
+
+    Args:
+        start: a tensor's node. value: the same tensor in fake mode with other strides.
+    Returns:
+        None where it may matter: where strides of what the graph returns change, a view cannot be
+        taken any more, or an operation sees them that may read strides or is not known here.
+    """
+    values: dict[Node, Any] = {start: value}
+    node = start
+    while (node := node.next).op != "root":
+        if values.keys().isdisjoint(node.all_input_nodes) or operation(node) in FACTS:
+            continue
+        if _may_read_strides(node):
+            return None
+        if is_inplace(node):
+            written = node.args[0] if node.args else None
+            if isinstance(written, Node) and written in values and "example_value" in node.meta:
+                values[node] = values[written]  # the same tensor; setitem returns none
+            continue
+        if not _can_run(node):
+            return None
+        try:
+            with in_fake_mode(value), torch.no_grad(), autocast_at(node.graph, node):
+                found = run_on(node, values)
+        except (RuntimeError, ValueError):
+            return None
+        if not _alike(found, node.meta.get("example_value")):
+            values[node] = found
+    return values
+
+
 def run_on(node: Node, values: Mapping[Node, Any]) -> Any:
     """Run a node on other values; nodes that are not among them have their example values.
 
@@ -53,6 +88,15 @@ def _can_run(node: Node) -> bool:
     if node.op not in ("call_function", "call_method") or is_inplace(node):
         return False
     return op_kind(node) is not None or operation(node) in VIEWS
+
+
+def _may_read_strides(node: Node) -> bool:
+    """Whether a result may depend on more than elements; so it is for what cannot be run here."""
+    foreign = isinstance(node.target, torch._ops.HigherOrderOperator) or "::" in raw_name(node)
+    known = all("example_value" in source.meta for source in node.all_input_nodes)
+    if is_inplace(node) and ("out" in node.kwargs or operation(node) in VIEWS | {"resize_as"}):
+        return True  # changes shapes or strides
+    return foreign or not known or operation(node) in ("as_strided", "set", "resize")
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -35,6 +35,7 @@ from stof_compile.mark_infinities import mark_infinities
 from stof_compile.options import StofOptions
 from stof_compile.packing import Pack, apply_packs, find_packs
 from stof_compile.packing_memory import parameter_bytes, within_memory
+from stof_compile.patch_products import patches_as_products
 from stof_compile.placed_segments import PlacedSegment, without_joined
 from stof_compile.plan import ChainPlan, PackPlan, Plan
 from stof_compile.progress import tuning_progress
@@ -168,6 +169,7 @@ class Fusion:
         static = StaticValues(gm.graph, self._facts.static.buffers)
         facts = replace(self._facts, static=static)
         fold_transposes(gm, facts)
+        patches_as_products(gm)
         packs, _ = self._packs(gm, facts)
         prepare_packs(gm, packs, self._context, self._gated(gm, facts, packs))
         prepare_rotations(_packed_rotations(gm, facts, packs), self._context)
@@ -193,6 +195,7 @@ class Fusion:
         ctx.use(search_budget(ctx.budget, form_s))
         with tuning_progress(ctx.budget) as ctx.progress:
             result.folded = fold_transposes(self._gm, self._facts)
+            result.patches = patches_as_products(self._gm)
             self._pack_projections(result)
             self._rotate_in_products(result)
             self._fuse_chains(result)

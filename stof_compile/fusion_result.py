@@ -22,6 +22,7 @@ class FusionResult:
         segments: segments replaced by a template.
         joined: others, without a product, that Inductor computes in one kernel with its own ops.
         folded: copies of transposed operands that products now read through strides.
+        patches: patch embeddings that are products now, and were convolutions.
         marked: checks for infinities that the kernels of products do.
         packed: keeps packed weights equal to the originals; None where nothing is packed.
         trials: candidates measured in this compile.
@@ -43,6 +44,7 @@ class FusionResult:
     segments: int = 0
     joined: int = 0
     folded: int = 0
+    patches: int = 0
     marked: int = 0
     packed: PackedWeights | None = None
     trials: int = 0
@@ -60,4 +62,5 @@ class FusionResult:
     def changed(self) -> bool:
         """Whether the graph is another one than before."""
         packed = any(pack.packed for pack in self.packs.values())
-        return self.segments > 0 or self.rotated > 0 or self.folded > 0 or packed
+        counts = (self.segments, self.rotated, self.folded, self.patches)
+        return any(counts) or packed

@@ -11,6 +11,7 @@ from stof_compile.fusion_result import FusionResult
 MAX_TEMPLATES = 3  # whose first calls are told
 MAX_REPEATS = 8  # told of a graph
 FOLDED = "copies of transposed operands folded into products"
+PATCHES = "patch embeddings computed as products"
 ROTATED = "rotary embeddings in the epilogue of"
 JOINED = "norms and elementwise kernels left to Inductor, which joins them with ops beside them"
 MARKED = "checks for infinities done by the kernels of products"
@@ -31,6 +32,8 @@ def record_fusion(result: FusionResult, record: Record) -> None:
         record.notes.append(f"the graph repeats {times} times: {name}{where}")
     if result.folded:
         record.notes.append(f"{FOLDED}: {result.folded}")
+    if result.patches:
+        record.notes.append(f"{PATCHES}: {result.patches}")
     if result.rotated:
         record.notes.append(f"{ROTATED} {result.rotated} products")
     if result.joined:
@@ -53,7 +56,8 @@ def notes_without_fusion(notes: Sequence[str]) -> list[str]:
     """The notes where the graph that is kept is not the fused one: what only that one has is not
     among them.
     """
-    return [note for note in notes if not note.startswith((FOLDED, ROTATED, JOINED, MARKED))]
+    only_fused = (FOLDED, PATCHES, ROTATED, JOINED, MARKED)
+    return [note for note in notes if not note.startswith(only_fused)]
 
 
 def _longest(calls: Mapping[str, Sequence[float]]) -> str:

@@ -42,7 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"inductor", "kernel_facts", "register_limit", "stored_operands"}
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
-        | {"fold_transpose", "mark_infinities", "compare", "example_values"}
+        | {"fold_transpose", "mark_infinities", "patch_products", "compare", "example_values"}
         | {"normalize_norms", "normalize_activations", "respell", "between"}  # of normalize
         | {"ops_linear", "ops_norm", "ops_pointwise", "ops_hopper_linear", "ops_tilelang"}
         | {"ops_rope_linear", "ops_cublas_linear"}

@@ -1,0 +1,75 @@
+"""Inductor's kernels start while the one before them ends, as ours do (kernels/overlap.py).
+
+On Hopper and newer, where calls are replayed from CUDA graphs: Inductor's quick launcher cannot
+pass the attribute on, which would cost each kernel that is launched by itself more of the host's
+time than the gap between two kernels is long.
+
+Inductor can write such kernels itself (``triton.enable_pdl``), and leaves the wait out of a kernel
+that reads nothing the kernel before it wrote. The one behind could then pass the one before. Here
+every kernel waits at its first statement, so that the order of all memory accesses stays that of
+ordinary launches. The setting says where: Inductor's caches know it, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+SETTING = "triton.enable_pdl"
+HEURISTICS = ("pointwise", "reduction", "persistent_reduction")
+"""Kinds of kernels that may start early; others stay as torch.compile launches them."""
+
+WAIT = "    tl.extra.cuda.gdc_wait()\n    tl.extra.cuda.gdc_launch_dependents()\n"
+_KIND = re.compile(r"@triton_heuristics\.(\w+)\(")
+_HOPPER = re.compile(r"DeviceProperties\(type='cuda'[^)]*?\bcc=(?:9\d|\d{3,})\b")
+_SIGNATURE = re.compile(r"def [\w.]+\([^\n]*\):\n")
+
+
+def early_start_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of Inductor and, where torch has it, the one that asks for early starts."""
+    from torch._inductor import config
+
+    known = hasattr(config.triton, SETTING.rpartition(".")[2])
+    return {SETTING: True, **settings} if known else dict(settings)
+
+
+@contextmanager
+def kernels_starting_early() -> Iterator[None]:
+    """Have Inductor write kernels that start early, where its settings ask for it."""
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonKernel
+
+    writer: Any = TritonKernel
+    able = writer.__dict__.get("_enable_pdl_codegen")
+    write: Callable[..., Any] | None = writer.__dict__.get("codegen_kernel")
+    if able is None or write is None:
+        yield
+        return
+
+    def codegen_kernel(self: Any, *given: Any, **named: Any) -> Any:
+        code = write(self, *given, **named)
+        asked = isinstance(code, str) and getattr(config.triton, "enable_pdl", False)
+        return with_early_start(code) if asked else code
+
+    writer._enable_pdl_codegen = staticmethod(lambda: False)
+    writer.codegen_kernel = codegen_kernel
+    try:
+        yield
+    finally:
+        writer._enable_pdl_codegen = able
+        writer.codegen_kernel = write
+
+
+def with_early_start(code: str) -> str:
+    """Inductor's code of one of its kernels; waiting first where it can start early."""
+    head, mark, rest = code.partition("@triton.jit\n")
+    kind, signature = _KIND.search(head), _SIGNATURE.match(rest)
+    if kind is None or kind[1] not in HEURISTICS or signature is None or not _HOPPER.search(head):
+        return code
+    if "'launch_pdl': False" in head:
+        head = head.replace("'launch_pdl': False", "'launch_pdl': True", 1)
+    else:
+        head = head.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+    return head + mark + rest[: signature.end()] + WAIT + rest[signature.end() :]
