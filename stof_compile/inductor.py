@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,12 +11,18 @@ from torch._dynamo.convert_frame import _clear_fake_mode_weakrefs
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stof_compile.early_start import SETTING, early_start_settings, kernels_starting_early
 from stof_compile.kernel_facts import remembered_kernel_facts
 from stof_compile.options import StofOptions
 
 
 def config_patches(options: StofOptions) -> dict[str, Any]:
     """Return the Inductor settings that the mode and ``options["inductor"]`` stand for."""
+    settings = _asked_for(options)
+    return early_start_settings(settings) if is_replayed(options) else settings
+
+
+def _asked_for(options: StofOptions) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     mode = list_mode_options(options.mode) if options.mode else {}
@@ -27,7 +33,7 @@ def uses_cuda_graphs(options: StofOptions) -> bool:
     """Whether Inductor wraps the compiled graph in CUDA graphs."""
     from torch._inductor import config
 
-    return bool(config_patches(options).get("triton.cudagraphs", config.triton.cudagraphs))
+    return bool(_asked_for(options).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def is_replayed(options: StofOptions) -> bool:
@@ -47,7 +53,10 @@ def compile_with_inductor(
     trains = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )
-    return compile_with_settings(gm, example_inputs, config_patches(options), trains)
+    settings = config_patches(options)
+    if trains and SETTING not in options.inductor:  # a backward pass is compiled later
+        settings.pop(SETTING, None)
+    return compile_with_settings(gm, example_inputs, settings, trains)
 
 
 def compile_with_settings(
@@ -60,7 +69,8 @@ def compile_with_settings(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    with remembered_kernel_facts(trains), _tracing(inputs):
+    early = nullcontext() if trains else kernels_starting_early()
+    with remembered_kernel_facts(trains), early, _tracing(inputs):
         compiled = compile_fx(gm, list(inputs), config_patches=dict(settings) or None)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes
 

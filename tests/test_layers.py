@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "progress",
             "triton_environment",
         }
-        | {"inductor", "kernel_facts", "register_limit", "stored_operands"}
+        | {"inductor", "kernel_facts", "register_limit", "stored_operands", "early_start"}
         | {"fusion", "packing", "packing_guard", "packing_memory"}
         | {"packing_siblings", "packing_search", "packing_consumers"}
         | {"fold_transpose", "mark_infinities", "patch_products", "compare", "example_values"}
@@ -52,7 +52,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"dump", "dump_text", "explanation", "report"}
         | {"fallback", "record_attention", "unused_mask", "variants"}  # parts of backend
-        | {"fuse", "placed_segments", "fusion_result", "record_fusion", "verdict", "plan_fit", "rank_plan"}
+        | {
+            "fuse",
+            "placed_segments",
+            "fusion_result",
+            "record_fusion",
+            "verdict",
+            "plan_fit",
+            "rank_plan",
+        }
         | {"improve", "forms"}
     ),
     frozenset(

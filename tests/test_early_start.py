@@ -1,0 +1,87 @@
+"""Kernels of Inductor that start early wait first, and only where their calls are replayed."""
+
+import pytest
+import torch
+from torch._inductor.codegen.triton import TritonKernel
+
+from stof_compile.early_start import SETTING, WAIT, kernels_starting_early, with_early_start
+from stof_compile.inductor import config_patches, is_replayed
+from stof_compile.options import StofOptions
+
+HEAD = """import triton
+
+@triton_heuristics.{kind}(
+    size_hints={{'x': 1024}},
+    triton_meta={{{pdl}'device': DeviceProperties(type='{type}', index=0, cc={cc}, major=9)}},
+    inductor_meta={{}}
+)
+@triton.jit
+def Placeholder.KERNEL_NAME(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 1024
+"""
+
+
+def code(kind="pointwise", pdl="'launch_pdl': False, ", type="cuda", cc=90):
+    return HEAD.format(kind=kind, pdl=pdl, type=type, cc=cc)
+
+
+@pytest.mark.parametrize("kind", ["pointwise", "reduction", "persistent_reduction"])
+@pytest.mark.parametrize("pdl", ["'launch_pdl': False, ", ""])
+@pytest.mark.parametrize("cc", [90, 100, 120])
+def test_a_kernel_waits_at_its_first_statement(kind, pdl, cc):
+    found = with_early_start(code(kind, pdl, cc=cc))
+    assert f"XBLOCK : tl.constexpr):\n{WAIT}    xnumel = 1024\n" in found
+    assert found.count("'launch_pdl': True") == 1 and "'launch_pdl': False" not in found
+    assert found.replace(WAIT, "").count("\n") == code(kind, pdl).count("\n")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kind": "cooperative_reduction"}, {"kind": "template"}, {"kind": "foreach"},
+        {"kind": "split_scan"}, {"kind": "user_autotune"}, {"type": "hip"}, {"cc": 80}, {"cc": 89},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_others_stay_as_they_are(other):
+    assert with_early_start(code(**other)) == code(**other)
+
+
+def test_torch_is_as_it_was_afterwards():
+    names = ("codegen_kernel", "_enable_pdl_codegen")
+    before = [TritonKernel.__dict__[name] for name in names]
+    with pytest.raises(KeyError), kernels_starting_early():
+        assert TritonKernel.__dict__["codegen_kernel"] is not before[0]
+        assert TritonKernel._enable_pdl_codegen() is False  # Inductor's own waits are fewer
+        raise KeyError
+    assert before == [TritonKernel.__dict__[name] for name in names]
+
+
+def test_only_replayed_calls_ask_for_it():
+    assert SETTING not in config_patches(StofOptions())
+    assert SETTING not in config_patches(StofOptions(mode="max-autotune-no-cudagraphs"))
+    no_graphs = {"triton.cudagraphs": False}
+    for options in (
+        StofOptions(mode="reduce-overhead"),
+        StofOptions(mode="reduce-overhead", inductor=no_graphs),  # captured by the caller
+        StofOptions(inductor={"triton.cudagraphs": True}),
+    ):
+        assert is_replayed(options) and config_patches(options)[SETTING] is True
+    own = StofOptions(mode="reduce-overhead", inductor={SETTING: False})
+    assert config_patches(own)[SETTING] is False
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_graph_with_gradients_does_not(monkeypatch, trains):
+    from stof_compile import inductor
+
+    asked = []
+    monkeypatch.setattr(
+        inductor,
+        "compile_with_settings",
+        lambda gm, inputs, settings, trains: asked.append(settings),
+    )
+    x = torch.ones(2, requires_grad=trains)
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    inductor.compile_with_inductor(gm, [x], StofOptions(mode="reduce-overhead"))
+    assert (SETTING in asked[0]) is not trains
