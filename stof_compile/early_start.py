@@ -6,8 +6,12 @@ time than the gap between two kernels is long.
 
 Inductor can write such kernels itself (``triton.enable_pdl``), and leaves the wait out of a kernel
 that reads nothing the kernel before it wrote. The one behind could then pass the one before. Here
-every kernel waits at its first statement, so that the order of all memory accesses stays that of
-ordinary launches. The setting says where: Inductor's caches know it, too.
+every kernel that starts early waits at its first statement, so that the order of all memory
+accesses stays that of ordinary launches. The setting says where: Inductor's caches know it, too.
+
+Only short kernels do: a gap of a microsecond is nothing beside a long one, whose programs would be
+in the way of those of the kernel before it. (With all kernels LLaMA with 4,096 rows and T5 with
+32,768 became 1 to 3 % slower, T5 with 128 rows 8 to 13 % faster; H100, one run each.)
 """
 
 from __future__ import annotations
@@ -15,13 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 SETTING = "triton.enable_pdl"
 HEURISTICS = ("pointwise", "reduction", "persistent_reduction")
 """Kinds of kernels that may start early; others stay as torch.compile launches them."""
+MOST_ELEMENTS = 1 << 20
+"""Elements that a kernel may go through to start early, each size rounded up to a power of two."""
 
 WAIT = "    tl.extra.cuda.gdc_wait()\n    tl.extra.cuda.gdc_launch_dependents()\n"
+_SIZES = re.compile(r"size_hints=\{([^}]*)\}")
 _KIND = re.compile(r"@triton_heuristics\.(\w+)\(")
 _HOPPER = re.compile(r"DeviceProperties\(type='cuda'[^)]*?\bcc=(?:9\d|\d{3,})\b")
 _SIGNATURE = re.compile(r"def [\w.]+\([^\n]*\):\n")
@@ -63,13 +71,22 @@ def kernels_starting_early() -> Iterator[None]:
 
 
 def with_early_start(code: str) -> str:
-    """Inductor's code of one of its kernels; waiting first where it can start early."""
+    """Inductor's code of one of its kernels; waiting first where it is to start early."""
     head, mark, rest = code.partition("@triton.jit\n")
     kind, signature = _KIND.search(head), _SIGNATURE.match(rest)
     if kind is None or kind[1] not in HEURISTICS or signature is None or not _HOPPER.search(head):
+        return code
+    if not 0 < _elements(head) <= MOST_ELEMENTS:
         return code
     if "'launch_pdl': False" in head:
         head = head.replace("'launch_pdl': False", "'launch_pdl': True", 1)
     else:
         head = head.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
     return head + mark + rest[: signature.end()] + WAIT + rest[signature.end() :]
+
+
+def _elements(head: str) -> int:
+    """Elements that a kernel goes through by its decorator; 0 where it does not say."""
+    sizes = _SIZES.search(head)
+    hints = re.findall(r":\s*(\d+)", sizes[1]) if sizes else []
+    return prod(map(int, hints)) if hints else 0

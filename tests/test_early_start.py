@@ -11,7 +11,7 @@ from stof_compile.options import StofOptions
 HEAD = """import triton
 
 @triton_heuristics.{kind}(
-    size_hints={{'x': 1024}},
+    size_hints={{'x': {x}, 'r0_': 1024}},
     triton_meta={{{pdl}'device': DeviceProperties(type='{type}', index=0, cc={cc}, major=9)}},
     inductor_meta={{}}
 )
@@ -21,8 +21,8 @@ def Placeholder.KERNEL_NAME(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
 """
 
 
-def code(kind="pointwise", pdl="'launch_pdl': False, ", type="cuda", cc=90):
-    return HEAD.format(kind=kind, pdl=pdl, type=type, cc=cc)
+def code(kind="pointwise", pdl="'launch_pdl': False, ", type="cuda", cc=90, x=1024):
+    return HEAD.format(kind=kind, pdl=pdl, type=type, cc=cc, x=x)
 
 
 @pytest.mark.parametrize("kind", ["pointwise", "reduction", "persistent_reduction"])
@@ -40,11 +40,17 @@ def test_a_kernel_waits_at_its_first_statement(kind, pdl, cc):
     [
         {"kind": "cooperative_reduction"}, {"kind": "template"}, {"kind": "foreach"},
         {"kind": "split_scan"}, {"kind": "user_autotune"}, {"type": "hip"}, {"cc": 80}, {"cc": 89},
+        {"x": 2048},
     ],
     ids=str,
 )  # fmt: skip
 def test_others_stay_as_they_are(other):
     assert with_early_start(code(**other)) == code(**other)
+
+
+def test_a_kernel_that_tells_no_size_stays_as_it_is():
+    unknown = code().replace("size_hints", "hints")
+    assert with_early_start(unknown) == unknown
 
 
 def test_torch_is_as_it_was_afterwards():
