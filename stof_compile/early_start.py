@@ -7,7 +7,8 @@ time than the gap between two kernels is long.
 Inductor can write such kernels itself (``triton.enable_pdl``), and leaves the wait out of a kernel
 that reads nothing the kernel before it wrote. The one behind could then pass the one before. Here
 every kernel that starts early waits at its first statement, so that the order of all memory
-accesses stays that of ordinary launches. The setting says where: Inductor's caches know it, too.
+accesses stays that of ordinary launches. The setting says where, by a value of its own, so that
+Inductor's caches tell its code from what Inductor writes for True.
 
 Only short kernels do: a gap of a microsecond is nothing beside a long one, whose programs would be
 in the way of those of the kernel before it. (With all kernels LLaMA with 4,096 rows and T5 with
@@ -23,6 +24,7 @@ from math import prod
 from typing import Any
 
 SETTING = "triton.enable_pdl"
+EARLY = "stof: short kernels wait first, 1"  # to be counted up with what is written
 HEURISTICS = ("pointwise", "reduction", "persistent_reduction")
 """Kinds of kernels that may start early; others stay as torch.compile launches them."""
 MOST_ELEMENTS = 1 << 20
@@ -36,16 +38,16 @@ _SIGNATURE = re.compile(r"def [\w.]+\([^\n]*\):\n")
 
 
 def early_start_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Inductor and, where torch has it, the one that asks for early starts."""
+    """Settings of Inductor and, where torch has it and they do not name it, early starts."""
     from torch._inductor import config
 
     known = hasattr(config.triton, SETTING.rpartition(".")[2])
-    return {SETTING: True, **settings} if known else dict(settings)
+    return {SETTING: EARLY, **settings} if known else dict(settings)
 
 
 @contextmanager
 def kernels_starting_early() -> Iterator[None]:
-    """Have Inductor write kernels that start early, where its settings ask for it."""
+    """Have Inductor write kernels that start early, where its settings are ours."""
     from torch._inductor import config
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -58,10 +60,13 @@ def kernels_starting_early() -> Iterator[None]:
 
     def codegen_kernel(self: Any, *given: Any, **named: Any) -> Any:
         code = write(self, *given, **named)
-        asked = isinstance(code, str) and getattr(config.triton, "enable_pdl", False)
-        return with_early_start(code) if asked else code
+        return with_early_start(code) if isinstance(code, str) and is_early() else code
 
-    writer._enable_pdl_codegen = staticmethod(lambda: False)
+    def is_early() -> bool:
+        return bool(getattr(config.triton, "enable_pdl", False) == EARLY)
+
+    enabled: Callable[..., bool] = TritonKernel._enable_pdl_codegen
+    writer._enable_pdl_codegen = staticmethod(lambda: not is_early() and enabled())
     writer.codegen_kernel = codegen_kernel
     try:
         yield

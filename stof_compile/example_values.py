@@ -44,7 +44,8 @@ def values_behind(start: Node, value: Tensor) -> dict[Node, Any] | None:
         start: a tensor's node. value: the same tensor in fake mode with other strides.
     Returns:
         None where it may matter: where strides of what the graph returns change, a view cannot be
-        taken any more, or an operation sees them that may read strides or is not known here.
+        taken any more, what was a copy would be a view, or an operation sees them that may read
+        strides or is not known here.
     """
     values: dict[Node, Any] = {start: value}
     node = start
@@ -65,9 +66,20 @@ def values_behind(start: Node, value: Tensor) -> dict[Node, Any] | None:
                 found = run_on(node, values)
         except (RuntimeError, ValueError):
             return None
+        before = {n: n.meta.get("example_value") for n in node.all_input_nodes}
+        now = {n: values.get(n, value) for n, value in before.items()}
+        if _is_view(found, now) != _is_view(node.meta.get("example_value"), before):
+            return None
         if not _alike(found, node.meta.get("example_value")):
             values[node] = found
     return values
+
+
+def _is_view(result: Any, values: Mapping[Node, Any]) -> bool:
+    """Whether a result, or a part of it, is in the memory of one of some values."""
+    parts = result if isinstance(result, list | tuple) else (result,)
+    held = {v.untyped_storage()._cdata for v in values.values() if isinstance(v, Tensor)}
+    return any(isinstance(p, Tensor) and p.untyped_storage()._cdata in held for p in parts)
 
 
 def run_on(node: Node, values: Mapping[Node, Any]) -> Any:

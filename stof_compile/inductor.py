@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,12 @@ from torch._dynamo.convert_frame import _clear_fake_mode_weakrefs
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stof_compile.early_start import SETTING, early_start_settings, kernels_starting_early
+from stof_compile.early_start import (
+    EARLY,
+    SETTING,
+    early_start_settings,
+    kernels_starting_early,
+)
 from stof_compile.kernel_facts import remembered_kernel_facts
 from stof_compile.options import StofOptions
 
@@ -53,10 +58,7 @@ def compile_with_inductor(
     trains = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )
-    settings = config_patches(options)
-    if trains and SETTING not in options.inductor:  # a backward pass is compiled later
-        settings.pop(SETTING, None)
-    return compile_with_settings(gm, example_inputs, settings, trains)
+    return compile_with_settings(gm, example_inputs, config_patches(options), trains)
 
 
 def compile_with_settings(
@@ -69,9 +71,11 @@ def compile_with_settings(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    early = nullcontext() if trains else kernels_starting_early()
-    with remembered_kernel_facts(trains), early, _tracing(inputs):
-        compiled = compile_fx(gm, list(inputs), config_patches=dict(settings) or None)
+    given = dict(settings)
+    if trains and given.get(SETTING) == EARLY:  # a backward pass is compiled later
+        del given[SETTING]
+    with remembered_kernel_facts(trains), kernels_starting_early(), _tracing(inputs):
+        compiled = compile_fx(gm, list(inputs), config_patches=given or None)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes
 
 

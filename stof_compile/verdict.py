@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule
 
 from stof_compile.budget import Budget
+from stof_compile.early_start import early_start_settings
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.graph_copy import copy_graph
 from stof_compile.inductor import compile_with_inductor, is_replayed, uses_cuda_graphs
@@ -235,7 +236,7 @@ def for_timing(opts: StofOptions) -> StofOptions:
     was compiled for timing, then.
     """
     if uses_cuda_graphs(opts):
-        return replace(opts, inductor={**opts.inductor, **NO_GRAPHS})
+        return replace(opts, inductor=early_start_settings({**opts.inductor, **NO_GRAPHS}))
     return opts
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
-from stof_compile.early_start import SETTING, WAIT, kernels_starting_early, with_early_start
-from stof_compile.inductor import config_patches, is_replayed
+from stof_compile.early_start import EARLY, SETTING, WAIT, kernels_starting_early, with_early_start
+from stof_compile.inductor import compile_with_settings, config_patches, is_replayed
 from stof_compile.options import StofOptions
+from stof_compile.verdict import for_timing
 
 HEAD = """import triton
 
@@ -58,7 +60,8 @@ def test_torch_is_as_it_was_afterwards():
     before = [TritonKernel.__dict__[name] for name in names]
     with pytest.raises(KeyError), kernels_starting_early():
         assert TritonKernel.__dict__["codegen_kernel"] is not before[0]
-        assert TritonKernel._enable_pdl_codegen() is False  # Inductor's own waits are fewer
+        with config.patch({SETTING: EARLY}):
+            assert TritonKernel._enable_pdl_codegen() is False  # Inductor's own waits are fewer
         raise KeyError
     assert before == [TritonKernel.__dict__[name] for name in names]
 
@@ -72,22 +75,43 @@ def test_only_replayed_calls_ask_for_it():
         StofOptions(mode="reduce-overhead", inductor=no_graphs),  # captured by the caller
         StofOptions(inductor={"triton.cudagraphs": True}),
     ):
-        assert is_replayed(options) and config_patches(options)[SETTING] is True
+        assert is_replayed(options) and config_patches(options)[SETTING] == EARLY
+        assert config_patches(for_timing(options))[SETTING] == EARLY
     own = StofOptions(mode="reduce-overhead", inductor={SETTING: False})
     assert config_patches(own)[SETTING] is False
 
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_graph_with_gradients_does_not(monkeypatch, trains):
+    from torch._inductor import compile_fx
+
     from stof_compile import inductor
 
     asked = []
     monkeypatch.setattr(
-        inductor,
-        "compile_with_settings",
-        lambda gm, inputs, settings, trains: asked.append(settings),
+        compile_fx, "compile_fx", lambda gm, inputs, config_patches: asked.append(config_patches)
     )
     x = torch.ones(2, requires_grad=trains)
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
     inductor.compile_with_inductor(gm, [x], StofOptions(mode="reduce-overhead"))
     assert (SETTING in asked[0]) is not trains
+
+
+def test_caches_tell_it_from_what_inductor_writes_for_true(fresh_dynamo):
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_inductor_cache
+
+    def hits(setting):
+        def backend(gm, inputs):
+            return compile_with_settings(gm, inputs, {SETTING: setting}, trains=False)
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(8))
+        kinds = ("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit")
+        return sum(counters[kind][name] for kind, name in kinds)
+
+    with fresh_inductor_cache():
+        before = hits(True)
+        assert hits(EARLY) == before
+        assert hits(EARLY) > before

@@ -269,6 +269,39 @@ def test_writes(inductor):
     assert result_of(fn, X, W, B, inductor=inductor).count == 1
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda r: r.contiguous(), lambda r: r.reshape(8, 10), lambda r: r.flatten(1),
+        lambda r: r.flatten(0, 1),
+    ],
+    ids=["contiguous", "reshape", "flatten", "rows"],
+)  # fmt: skip
+def test_what_was_a_copy_is_no_view_afterwards(copied):
+    """Of rows that are transposed these are copies, of the product they would be the rows."""
+
+    def one(x, w, b):
+        rows = rows_of(x, w, b)
+        other = copied(rows)
+        other.mul_(other.sigmoid() * 3)
+        return after(rows), other.sum(-1)
+
+    def both(x, w, b):
+        rows = rows_of(x, w, b)
+        other = copied(rows)
+        rows.mul_(3)
+        return after(rows), other.sum(-1)
+
+    def part(x, w, b):
+        rows = rows_of(x, w, b)
+        other = copied(rows)
+        other[:1] = 0
+        return after(rows), other.sum(-1)
+
+    for fn in (one, both, part):
+        assert result_of(fn, X, W, B).count == 0
+
+
 def test_a_border_of_gradients_in_between():
     def fn(x, w, b):
         images = conv(x, w, b)

@@ -76,10 +76,9 @@ class Neighbours:
             For each whether it had better be left to Inductor.
         """
         plain = [not any(op.kind.compute_intensive for op in s.ops) for s in segments]
-        groups = {n: s.nodes for s in segments for n in s.nodes}
         ours = {n for s, alone in zip(segments, plain, strict=True) if not alone for n in s.nodes}
         return [
-            alone and any(self._joins(s, beside, groups, ours) for beside in self._around(s))
+            alone and any(self._joins(s, beside, ours) for beside in self._around(s))
             for s, alone in zip(segments, plain, strict=True)
         ]
 
@@ -90,16 +89,17 @@ class Neighbours:
                 if beside.name not in segment.nodes:
                     yield beside
 
-    def _joins(
-        self, segment: Segment, beside: Node, groups: dict[str, tuple[str, ...]], ours: set[str]
-    ) -> bool:
+    def _joins(self, segment: Segment, beside: Node, ours: set[str]) -> bool:
+        """Whether Inductor computes an op in one kernel with a segment beside it. The other
+        segments without a product have no say: a plan without them decides as they did.
+        """
         kind = self._kind(beside)
         if kind is None or kind.compute_intensive or kind.family in ("view", *APART):
             return False
         if beside.name in ours:
             return False
         chain, place = self._homes[beside.name]
-        others = {self._nodes[n] for n in groups.get(beside.name, chain.ops[place].nodes)}
+        others = {self._nodes[name] for name in chain.ops[place].nodes}
         nodes = {self._nodes[name] for name in segment.nodes}
         first, second = (others, nodes) if min(others) < min(nodes) else (nodes, others)
         return not self._meet_outside(first, second)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from stof_compile.templates.triton_linear import DIMENSIONS
 from torch._inductor.utils import run_and_get_code
 
-from stof_compile.early_start import SETTING
+from stof_compile.early_start import EARLY, SETTING
 from stof_compile.inductor import compile_with_settings
 
 pytestmark = [
@@ -54,7 +54,7 @@ def test_gpu_results_are_those_of_ordinary_launches(rows, fresh_dynamo):
 
     with torch.no_grad():
         wanted = compiled({"force_disable_caches": True})(x, weights)
-        early = compiled({"force_disable_caches": True, SETTING: True})
+        early = compiled({"force_disable_caches": True, SETTING: EARLY})
         found, codes = run_and_get_code(early, x, weights)
         code = "".join(codes)
         kinds = "pointwise|reduction|persistent_reduction"

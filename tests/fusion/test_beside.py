@@ -126,3 +126,20 @@ def test_norms_that_a_product_stands_between_are_not_joined(capture):
 def test_a_sum_beside_a_check_is_inductors(capture):
     graph = capture(lambda x, w: norm(clamped(F.linear(x, w) + x, w)) @ w, X, W)
     assert joined(graph, segments_of(graph, "residual_add", "linear")) == ["residual_add"]
+
+
+def test_what_is_kept_is_kept_without_the_others(capture):
+    """A plan has no segments that were left to Inductor everywhere, and decides as they did."""
+
+    def fn(x, w):
+        b = norm(x)
+        a = F.gelu(b)
+        h = a + torch.cumsum(F.linear(b, w), 1)
+        return F.linear(torch.sin(norm(h)), w)
+
+    graph = capture(fn, X, W)
+    kinds = ("layer_norm", "gelu", "residual_add", "add", "sin", "linear")
+    segments = segments_of(graph, *kinds)
+    left = Neighbours(graph.gm, graph.chains).joined(segments)
+    kept = [s for s, gone in zip(segments, left, strict=True) if not gone]
+    assert any(left) and not any(Neighbours(graph.gm, graph.chains).joined(kept))
