@@ -7,8 +7,9 @@ time than the gap between two kernels is long.
 Inductor can write such kernels itself (``triton.enable_pdl``), and leaves the wait out of a kernel
 that reads nothing the kernel before it wrote. The one behind could then pass the one before. Here
 every kernel that starts early waits at its first statement, so that the order of all memory
-accesses stays that of ordinary launches. The setting says where, by a value of its own, so that
-Inductor's caches tell its code from what Inductor writes for True.
+accesses stays that of ordinary launches. The setting says where, by a value of its own: Inductor's
+caches tell it from False and True, and Inductor, where it writes code without what is here, takes
+it for False.
 
 Only short kernels do: a gap of a microsecond is nothing beside a long one, whose programs would be
 in the way of those of the kernel before it. (With all kernels LLaMA with 4,096 rows and T5 with
@@ -24,7 +25,7 @@ from math import prod
 from typing import Any
 
 SETTING = "triton.enable_pdl"
-EARLY = "stof: short kernels wait first, 1"  # to be counted up with what is written
+EARLY = ""  # neither False nor True, and false
 HEURISTICS = ("pointwise", "reduction", "persistent_reduction")
 """Kinds of kernels that may start early; others stay as torch.compile launches them."""
 MOST_ELEMENTS = 1 << 20
@@ -47,31 +48,28 @@ def early_start_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def kernels_starting_early() -> Iterator[None]:
-    """Have Inductor write kernels that start early, where its settings are ours."""
+    """Have Inductor write kernels that start early, where its settings are ours.
+
+    Not to be entered by two threads at a time: ``remembered_kernel_facts`` around it has a lock.
+    """
     from torch._inductor import config
     from torch._inductor.codegen.triton import TritonKernel
 
     writer: Any = TritonKernel
-    able = writer.__dict__.get("_enable_pdl_codegen")
     write: Callable[..., Any] | None = writer.__dict__.get("codegen_kernel")
-    if able is None or write is None:
+    if write is None:
         yield
         return
 
     def codegen_kernel(self: Any, *given: Any, **named: Any) -> Any:
         code = write(self, *given, **named)
-        return with_early_start(code) if isinstance(code, str) and is_early() else code
+        asked = getattr(config.triton, "enable_pdl", False) == EARLY
+        return with_early_start(code) if asked and isinstance(code, str) else code
 
-    def is_early() -> bool:
-        return bool(getattr(config.triton, "enable_pdl", False) == EARLY)
-
-    enabled: Callable[..., bool] = TritonKernel._enable_pdl_codegen
-    writer._enable_pdl_codegen = staticmethod(lambda: not is_early() and enabled())
     writer.codegen_kernel = codegen_kernel
     try:
         yield
     finally:
-        writer._enable_pdl_codegen = able
         writer.codegen_kernel = write
 
 

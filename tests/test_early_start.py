@@ -56,14 +56,17 @@ def test_a_kernel_that_tells_no_size_stays_as_it_is():
 
 
 def test_torch_is_as_it_was_afterwards():
-    names = ("codegen_kernel", "_enable_pdl_codegen")
-    before = [TritonKernel.__dict__[name] for name in names]
+    before = TritonKernel.__dict__["codegen_kernel"]
     with pytest.raises(KeyError), kernels_starting_early():
-        assert TritonKernel.__dict__["codegen_kernel"] is not before[0]
-        with config.patch({SETTING: EARLY}):
-            assert TritonKernel._enable_pdl_codegen() is False  # Inductor's own waits are fewer
+        assert TritonKernel.__dict__["codegen_kernel"] is not before
         raise KeyError
-    assert before == [TritonKernel.__dict__[name] for name in names]
+    assert TritonKernel.__dict__["codegen_kernel"] is before
+
+
+def test_inductor_takes_the_setting_for_false():
+    """Its own waits are fewer."""
+    with config.patch({SETTING: EARLY}):
+        assert TritonKernel._enable_pdl_codegen() is False
 
 
 def test_only_replayed_calls_ask_for_it():
@@ -97,7 +100,8 @@ def test_a_graph_with_gradients_does_not(monkeypatch, trains):
     assert (SETTING in asked[0]) is not trains
 
 
-def test_caches_tell_it_from_what_inductor_writes_for_true(fresh_dynamo):
+@pytest.mark.parametrize("other", [False, True])
+def test_caches_tell_it_from_what_inductor_writes_itself(other, fresh_dynamo):
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_inductor_cache
 
@@ -112,6 +116,6 @@ def test_caches_tell_it_from_what_inductor_writes_for_true(fresh_dynamo):
         return sum(counters[kind][name] for kind, name in kinds)
 
     with fresh_inductor_cache():
-        before = hits(True)
+        before = hits(other)
         assert hits(EARLY) == before
         assert hits(EARLY) > before

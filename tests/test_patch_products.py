@@ -63,6 +63,10 @@ def rows_of(x, w, b):
     return conv(x, w, b).flatten(2).transpose(1, 2)
 
 
+def run(x, w, b):
+    return after(rows_of(x, w, b))
+
+
 REWRITTEN = {
     "flatten": lambda x, w, b: conv(x, w, b).flatten(2).transpose(1, 2),
     "flatten-two": lambda x, w, b: torch.flatten(conv(x, w, b), 2, 3).transpose(-1, -2),
@@ -112,7 +116,6 @@ def test_a_module_and_inductor():
 
 
 def test_images_in_other_layouts():
-    run = lambda x, w, b: after(rows_of(x, w, b))  # noqa: E731
     last = X.contiguous(memory_format=torch.channels_last)
     for x in (last, X.transpose(0, 1)[:, :1].expand(3, 3, 8, 12), tensor(2, 3, 8, 24)[..., ::2]):
         torch._dynamo.reset()
@@ -238,7 +241,6 @@ def test_kept_on_another_device_and_dtypes_that_differ(monkeypatch):
         with torch.autocast("cpu", BF16):
             return after(rows_of(x, w, b).float())
 
-    run = lambda x, w, b: after(rows_of(x, w, b))  # noqa: E731
     assert result_of(under_autocast, X.float(), W.float(), B.float()).count == 0
     torch._dynamo.reset()
     monkeypatch.setattr(patch_products, "DEVICES", frozenset({"cuda"}))
@@ -317,7 +319,6 @@ def test_a_border_of_gradients_in_between():
 
 
 def test_symbolic_sizes():
-    run = lambda x, w, b: after(rows_of(x, w, b))  # noqa: E731
     backend = PassBackend(lambda gm, facts: patches_as_products(gm))
     compiled = torch.compile(run, backend=backend)
     with torch.no_grad():
@@ -335,9 +336,6 @@ def test_gradients():
         held = [t.to(dtype, copy=True).requires_grad_() for t in (X, W, B)]
         (run(*held) * tensor(2, 4, 10, seed=5)).sum().backward()
         return [t.grad for t in held]
-
-    def run(x, w, b):
-        return after(rows_of(x, w, b))
 
     backend = PassBackend(lambda gm, facts: patches_as_products(gm))
     found = grads(torch.compile(run, backend=backend, dynamic=False), BF16)
