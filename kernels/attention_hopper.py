@@ -190,7 +190,6 @@ def attention_hopper_forward(
             "BLOCK_D": block_d,
             "TAIL_D": tail_d,
             "STAGES": stages,
-            "Q_SLOTS": query_slots(block_d + tail_d, programs),
             "GROUP": p.group,
             "SINGLE_PLANE": p.single_plane,
             "HAS_PART": has_part,
@@ -262,15 +261,6 @@ def widths(head_dim: int) -> tuple[int, int]:
     if not 64 < head_dim <= 96:
         return next_power_of_two(head_dim), 0
     return 64, 16 if head_dim <= 80 else 32
-
-
-def query_slots(width: int, programs: int) -> int:
-    """Query tiles a program holds: two, so that the next one is there, where memory allows it.
-
-    Args:
-        width: of a head.
-    """
-    return 1 if width * programs > 192 else 2
 
 
 def _for_tma(tensor: Tensor) -> Tensor:

@@ -24,14 +24,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_registers import ROWS, fragment_layout, kept_scores, rescaled, without
-from .softmax import LN2, SLACK
+from .hopper_registers import (
+    ROWS,
+    fragment_layout,
+    kept_scores,
+    octet_layout,
+    rescaled,
+    spread,
+    weighed,
+    without,
+)
+from .softmax import LN2
 
 # newer Triton renamed the copies and the barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
+Q_SLOTS: gl.constexpr = gl.constexpr(2)  # the next query tile is there before it is needed
 WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
 
 
@@ -43,7 +53,7 @@ def produce(
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_rows, pieces,
-    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Take units from the queue and load what they need, until the queue is empty."""
@@ -147,11 +157,11 @@ def produce(
 @gluon.jit
 def consume(
     o_desc, o_tail_desc, lse,
-    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf, q_tails, k_tails, v_tails, o_tail,
+    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
     q_full, q_empty, k_full, v_full, kv_empty,
     heads, q_len, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
-    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
+    STAGES: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend unit by unit.
@@ -167,14 +177,7 @@ def consume(
     tail_weights: gl.constexpr = gl.DotOperandLayout(0, tail, 2)
     tail_rows: gl.constexpr = gl.SliceLayout(1, tail)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
-    part_sums: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 4],
-    )
-    sum_rows: gl.constexpr = gl.SliceLayout(1, part_sums)
+    own_rows: gl.constexpr = without(octet_layout(8), [1, 3])
     result_rows: gl.constexpr = gl.SliceLayout(1, result)
     word_layout: gl.constexpr = without(fragment_layout(), [1, 3, 5])
     everywhere: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -200,13 +203,15 @@ def consume(
             place = gl.sum(gl.where(field == 6, unit, 0), 0)
         if going > 0:
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
-            maximum = gl.full([ROWS], -1.0e30, gl.float32, score_rows)
-            total = gl.zeros([ROWS, 4], gl.float32, part_sums)
+            offset = gl.full([ROWS, 4], 1.0e30, gl.float32, own_rows)
+            total = gl.zeros([ROWS, 4], gl.float32, own_rows)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
             acc_tail = acc
             if TAIL_D > 0:
                 q_tail = q_tails.index(q_slot).reshape([ROWS, TAIL_D])
                 acc_tail = gl.zeros([ROWS, TAIL_D], gl.float32, tail)
+            tma.store_wait(0)  # the last unit's result has left its slot
+            mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1, pred=turn > 0)
             barrier_of_threads()  # here, or the compiler puts one into the loop
             for t in range(0, count):
                 # -- scores ----
@@ -226,26 +231,17 @@ def consume(
                 # -- mask ----
                 if HAS_PART:  # noqa: SIM102  (known to the compiler, the next one is not)
                     if t < parts:
-                        s = gl.where(kept_scores(words, scores), s, float("-inf"))
+                        s = kept_scores(s, words)
 
                 # -- online softmax ----
-                grown = gl.maximum(maximum, gl.max(s, 1))
-                new = gl.where(grown - maximum > SLACK / MULT, grown, maximum)
-                shift = (new * -MULT)[:, None].broadcast_to(s.shape)
-                p = gl.exp2(gl.fma(s, gl.full_like(s, MULT), shift))
-                alpha = gl.exp2((maximum - new) * MULT)
-                maximum = new
-                added = gl.sum(gl.sum(gl.reshape(p, [ROWS, 8, 4, 2]), 3), 1)
-                total = total * gl.convert_layout(alpha, sum_rows)[:, None] + gl.convert_layout(
-                    added, part_sums, assert_trivial=True
+                p, offset, total, alpha, acc = weighed(
+                    s, offset, total, acc, MULT, BLOCK_D, dtype
                 )
-                acc = rescaled(acc, gl.convert_layout(alpha, result_rows), BLOCK_D)
                 if TAIL_D > 0:
-                    tail_alpha = gl.convert_layout(alpha, tail_rows)
-                    acc_tail = acc_tail * tail_alpha[:, None]
+                    acc_tail = acc_tail * spread(alpha, TAIL_D, tail)
 
                 # -- values ----
-                p = gl.convert_layout(p.to(dtype), weights)
+                p = gl.convert_layout(p, weights, assert_trivial=True)
                 mbarrier.wait(v_full.index(stage), phase)
                 v_tile = v_bufs.index(stage).reshape([ROWS, BLOCK_D])
                 acc = warpgroup_mma(p, v_tile, acc, is_async=True)
@@ -260,10 +256,10 @@ def consume(
                 stage += 1
                 phase = gl.where(stage == STAGES, phase ^ 1, phase)
                 stage = gl.where(stage == STAGES, 0, stage)
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
             mbarrier.arrive(kv_empty.index(before), count=1, pred=count > 0)
 
             # -- result ----
+            maximum = gl.convert_layout(gl.max(offset * (-1.0 / MULT), 1), score_rows)
             total = gl.convert_layout(gl.sum(total, 1), score_rows)
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
@@ -286,14 +282,14 @@ def consume(
                 gl.store(stat_ptrs, maximum * (MULT * LN2))
                 gl.store(stat_ptrs + ROWS, total)
             else:
-                tma.store_wait(0)  # the last unit's tile has left the buffer
-                o_buf.reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
+                q_bufs.index(q_slot).reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
                 if TAIL_D > 0:
-                    o_tail.reshape([ROWS, TAIL_D]).store(acc_tail.to(dtype))
+                    q_tails.index(q_slot).reshape([ROWS, TAIL_D]).store(acc_tail.to(dtype))
                 fence_async_shared()
-                tma_store(o_desc, [b, h, row * ROWS, 0], o_buf)
+                tma_store(o_desc, [b, h, row * ROWS, 0], q_bufs.index(q_slot))
                 if TAIL_D > 0:
-                    tma_store(o_tail_desc, [b, h, row * ROWS, BLOCK_D], o_tail)
+                    tail_at = [b, h, row * ROWS, BLOCK_D]
+                    tma_store(o_tail_desc, tail_at, q_tails.index(q_slot))
                 if RETURN_LSE:
                     log_sum = maximum * (MULT * LN2) + gl.log(filled)
                     log_sum = gl.where(empty, float("-inf"), log_sum)
@@ -318,7 +314,7 @@ def attention_hopper_kernel(
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
-    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
     RETURN_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -326,15 +322,13 @@ def attention_hopper_kernel(
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, ROWS, BLOCK_D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, ROWS, BLOCK_D], v_desc.layout)
-    o_buf = gl.allocate_shared_memory(o_desc.dtype, [1, 1, ROWS, BLOCK_D], o_desc.layout)
-    q_tails, k_tails, v_tails, o_tail = q_bufs, k_bufs, v_bufs, o_buf
+    q_tails, k_tails, v_tails = q_bufs, k_bufs, v_bufs
     if TAIL_D > 0:
         dtype: gl.constexpr = q_desc.dtype
         narrow: gl.constexpr = q_tail_desc.layout
         q_tails = gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, ROWS, TAIL_D], narrow)
         k_tails = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, TAIL_D], narrow)
         v_tails = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, TAIL_D], narrow)
-        o_tail = gl.allocate_shared_memory(dtype, [1, 1, ROWS, TAIL_D], narrow)
     word_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WORDS], word_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     unit_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
@@ -360,11 +354,10 @@ def attention_hopper_kernel(
                 consume,
                 (
                     o_desc, o_tail_desc, lse,
-                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, o_buf,
-                    q_tails, k_tails, v_tails, o_tail,
+                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
                     q_full, q_empty, k_full, v_full, kv_empty,
                     heads, q_len, heavy_rows, pieces, partial, partial_stats,
-                    MULT, BLOCK_D, TAIL_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART, SPLIT,
+                    MULT, BLOCK_D, TAIL_D, STAGES, RETURN_LSE, HAS_PART, SPLIT,
                 ),
             ),
             (
@@ -376,7 +369,7 @@ def attention_hopper_kernel(
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_rows, pieces,
-                    BLOCK_D, TAIL_D, STAGES, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
+                    BLOCK_D, TAIL_D, STAGES, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
                 ),
             ),
         ],

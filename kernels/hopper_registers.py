@@ -3,7 +3,20 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .softmax import RESCALE_32, RESCALE_32_OPERANDS, RESCALE_64, RESCALE_64_OPERANDS
+from .softmax import (
+    KEEP,
+    KEEP_OPERANDS,
+    RESCALE_32,
+    RESCALE_32_OPERANDS,
+    RESCALE_64,
+    RESCALE_64_OPERANDS,
+    SCALED_BF16,
+    SCALED_F16,
+    SCALED_OPERANDS,
+    WEIGHTS_BF16,
+    WEIGHTS_F16,
+    WEIGHTS_OPERANDS,
+)
 
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a unit and keys of a tile
 
@@ -36,26 +49,19 @@ def without(layout, dims):
 
 
 @gluon.jit
-def kept_scores(words, scores: gl.constexpr):
-    """Boolean [64, 64] in the layout ``scores`` from mask words [4, 8, 4], one per thread."""
-    whole: gl.constexpr = fragment_layout()
-    half = gl.arange(0, 2, layout=without(whole, [0, 2, 3, 4, 5]))
-    octet = gl.arange(0, 8, layout=without(whole, [0, 1, 2, 4, 5]))
-    column = gl.arange(0, 2, layout=without(whole, [0, 1, 2, 3, 4]))
-    bit = (
-        half[None, :, None, None, None, None] * 16
-        + octet[None, None, None, :, None, None] * 2
-        + column[None, None, None, None, None, :]
-    )
-    word = words[:, None, :, :][:, :, :, None, :][:, :, :, :, :, None]
-    kept = gl.reshape((word >> bit) & 1, [ROWS, ROWS])
-    return gl.convert_layout(kept, scores, assert_trivial=True) != 0
+def kept_scores(s, words):
+    """Scores [64, 64], -inf where mask words [4, 8, 4], one per thread, have no bit for them."""
+    words = words[:, None, :, :][:, :, :, None, :][:, :, :, :, :, None]
+    words = gl.reshape(words.broadcast_to([4, 2, 8, 8, 4, 2]), [ROWS, ROWS])
+    words = gl.convert_layout(words, s.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(KEEP, KEEP_OPERANDS, [s, words], gl.float32, False, 32)
 
 
 @gluon.jit
 def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
-    """``acc`` times a factor of each row; ``softmax.py`` says how."""
-    factors = alpha[:, None].broadcast_to(acc.shape)
+    """``acc`` times a factor of each row, [64, 4]; ``softmax.py`` says how."""
+    layout: gl.constexpr = acc.type.layout
+    factors = spread(alpha, BLOCK_D, layout)
     if BLOCK_D == 64:
         result = gl.inline_asm_elementwise(
             RESCALE_32, RESCALE_32_OPERANDS, [acc, factors], gl.float32, False, 32
@@ -65,3 +71,87 @@ def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
             RESCALE_64, RESCALE_64_OPERANDS, [acc, factors], gl.float32, False, 64
         )
     return result
+
+
+@gluon.constexpr_function
+def weights_code(mult, dtype, scaled):
+    """``softmax.weights_code`` with the factor of the scores."""
+    if scaled:
+        code = SCALED_BF16.value if dtype == gl.bfloat16 else SCALED_F16.value
+    else:
+        code = WEIGHTS_BF16.value if dtype == gl.bfloat16 else WEIGHTS_F16.value
+    return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
+
+
+@gluon.constexpr_function
+def octet_layout(octets):
+    """Where the consumer's threads hold 64 rows of scores or results, as [row, octet, lane pair,
+    column of the pair]."""
+    bits = [1 << i for i in range(octets.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *([0, bit, 0, 0] for bit in bits)],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[ROWS, octets, 4, 2],
+    )
+
+
+@gluon.jit
+def spread(own, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """What each thread has of its rows, [64, 4], beside every element it holds, [64, WIDTH]."""
+    whole: gl.constexpr = octet_layout(WIDTH // 8)
+    own = gl.convert_layout(own, without(whole, [1, 3]), assert_trivial=True)
+    wide = own[:, None, :][:, :, :, None].broadcast_to([ROWS, WIDTH // 8, 4, 2])
+    return gl.convert_layout(gl.reshape(wide, [ROWS, WIDTH]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def _last(a, b):
+    return b
+
+
+@gluon.jit
+def weighed(
+    s, offset, total, acc, MULT: gl.constexpr, BLOCK_D: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """(weights, offset, sums, factor of the former result, result) of a tile of scores.
+
+    Offset, sums and factor are [64, 4], a thread's own. At head dim 64 the result comes scaled.
+    """
+    rows: gl.constexpr = offset.type.layout
+    layout: gl.constexpr = s.type.layout
+    scaled: gl.constexpr = BLOCK_D == ROWS
+    code: gl.constexpr = weights_code(MULT, dtype, scaled)
+    offsets = spread(offset, ROWS, layout)
+    sums = spread(total, ROWS, layout)
+    if scaled:
+        if dtype == gl.bfloat16:
+            p, acc, told = gl.inline_asm_elementwise(
+                code, SCALED_OPERANDS, [s, offsets, sums, acc], (gl.bfloat16, gl.float32, gl.float32), False, 32
+            )
+        else:
+            p, acc, told = gl.inline_asm_elementwise(
+                code, SCALED_OPERANDS, [s, offsets, sums, acc], (gl.float16, gl.float32, gl.float32), False, 32
+            )
+    else:
+        if dtype == gl.bfloat16:
+            p, told = gl.inline_asm_elementwise(
+                code, WEIGHTS_OPERANDS, [s, offsets, sums], (gl.bfloat16, gl.float32), False, 32
+            )
+        else:
+            p, told = gl.inline_asm_elementwise(
+                code, WEIGHTS_OPERANDS, [s, offsets, sums], (gl.float16, gl.float32), False, 32
+            )
+    sums, offsets = gl.split(gl.reshape(told, [ROWS, 8, 4, 2]))
+    alpha = gl.convert_layout(gl.reduce(sums, 1, _last), rows, assert_trivial=True)
+    total = gl.convert_layout(gl.reduce(sums, 1, _first), rows, assert_trivial=True)
+    offset = gl.convert_layout(gl.reduce(offsets, 1, _first), rows, assert_trivial=True)
+    if not scaled:
+        acc = rescaled(acc, alpha, BLOCK_D)
+    return p, offset, total, alpha, acc

@@ -38,6 +38,123 @@ RESCALE_64: tl.constexpr = tl.constexpr(rescale_code(64))
 RESCALE_64_OPERANDS: tl.constexpr = tl.constexpr(rescale_operands(64))
 
 
+def weights_code(narrow: str, scaled: bool) -> str:
+    """PTX: weights of 32 scores of two rows, which have an offset and a sum of former weights each.
+
+    Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is told;
+    32 scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first octet,
+    sum and new offset of each row and in the others the factor of former weights.
+    """
+    acc = 16
+    told = acc + 32 * scaled
+    score, offset, total = told + 32, told + 64, told + 96
+    code = [".reg .pred %go;", ".reg .f32 %x, %y;"]
+    code += [f".reg .f32 %n{k}, %s{k}, %u{k}, %a{k};" for k in range(4)]
+    rows = (0, 1)
+    now = [f"${offset}", f"${offset + 2}"]
+    sums = [f"${total}", f"${total + 2}"]
+    unset = "0f7149F2CA"  # 1e30
+    code.append(f"setp.eq.f32 %go, {now[0]}, {unset};")
+    code.append(f"@!%go setp.eq.f32 %go, {now[1]}, {unset};")
+    code.append("vote.sync.any.pred %go, %go, 0xffffffff;")
+    code.append("@%go bra GROWN0;")
+    for half in (0, 1):
+        places = range(16 * half, 16 * half + 16)
+        new, kept, added, alpha = ([f"%{w}{2 * half + r}" for r in rows] for w in "nsua")
+
+        def weigh(offsets, places=places, added=added):
+            for i in places[::2]:
+                row = i // 2 % 2
+                for name, at in (("%x", i), ("%y", i + 1)):
+                    code.append(f"fma.rn.f32 {name}, ${score + at}, %m, {offsets[row]};")
+                    code.append(f"ex2.approx.ftz.f32 {name}, {name};")
+                code.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
+                if i < places[4]:
+                    code.append(f"add.f32 {added[row]}, %x, %y;")
+                else:
+                    code.append("add.f32 %x, %x, %y;")
+                    code.append(f"add.f32 {added[row]}, {added[row]}, %x;")
+
+        weigh(now)
+        for r in rows:
+            code.append(f"mov.f32 {new[r]}, {now[r]};")
+            code.append(f"mov.f32 {alpha[r]}, 0f3F800000;")
+            code.append(f"add.f32 {kept[r]}, {sums[r]}, {added[r]};")
+        code.append(f"setp.gt.f32 %go, {added[0]}, 0f43800000;")
+        code.append(f"@!%go setp.gt.f32 %go, {added[1]}, 0f43800000;")
+        code.append("vote.sync.any.pred %go, %go, 0xffffffff;")
+        code.append(f"@!%go bra KNOWN{half};")
+        code.append(f"GROWN{half}:")
+        for r in rows:
+            at = [i for i in places if i // 2 % 2 == r]
+            code.append(f"max.f32 {new[r]}, ${score + at[0]}, ${score + at[1]};")
+            code += [f"max.f32 {new[r]}, {new[r]}, ${score + i};" for i in at[2:]]
+        for lane in (1, 2):
+            for r in rows:
+                code.append(f"shfl.sync.bfly.b32 %x, {new[r]}, {lane}, 31, 0xffffffff;")
+                code.append(f"max.f32 {new[r]}, {new[r]}, %x;")
+        for r in rows:
+            code.append(f"neg.f32 {new[r]}, {new[r]};")
+            code.append(f"mul.f32 {new[r]}, {new[r]}, %m;")
+            code.append(f"cvt.rmi.f32.f32 {new[r]}, {new[r]};")
+            code.append(f"min.f32 {new[r]}, {new[r]}, {now[r]};")
+            code.append(f"sub.f32 {alpha[r]}, {new[r]}, {now[r]};")
+            code.append(f"ex2.approx.ftz.f32 {alpha[r]}, {alpha[r]};")
+        if half:
+            code.append(".reg .b32 %f0, %f1;")
+            for r in rows:
+                code.append(f"cvt.rn.{narrow}.f32 %f{r}, {alpha[r]}, {alpha[r]};")
+            for i in range(8):
+                code.append(f"mul.{narrow} ${i}, ${i}, %f{i % 2};")
+        if scaled:
+            for i in range(32):
+                code.append(f"mul.f32 ${acc + i}, ${acc + i}, {alpha[i // 2 % 2]};")
+        weigh(new)
+        for r in rows:
+            code.append(f"fma.rn.f32 {kept[r]}, {sums[r]}, {alpha[r]}, {added[r]};")
+        code.append(f"KNOWN{half}:")
+        now, sums = new, kept
+    for r in rows:
+        code.append(f"mul.f32 %a{r}, %a{r}, %a{2 + r};")
+    for i in range(32):
+        r = i // 2 % 2
+        first = now[r] if i % 2 else sums[r]
+        code.append(f"mov.f32 ${told + i}, {first if i < 4 else f'%a{r}'};")
+    return " ".join(code)
+
+
+def weights_operands(scaled: bool) -> str:
+    """Constraints of ``weights_code``."""
+    results = [str(16 + i) for i in range(32)] if scaled else []
+    return ",".join(
+        ["=&r"] * 16 + ["=&f"] * (64 if scaled else 32) + ["f"] * 96 + results
+    )
+
+
+def keep_code() -> str:
+    """PTX: 32 scores of two rows, -inf where a bit of a word is 0, in the order of the bits: ptxas
+    then moves seven bits at a time into predicates."""
+    places = [bit % 16 // 2 * 4 + bit // 16 * 2 + bit % 2 for bit in range(32)]
+    code = ["{", ".reg .b32 %bit;", ".reg .pred %kept;"]
+    for bit, at in enumerate(places):
+        code.append(f"and.b32 %bit, $64, {1 << bit};")
+        code.append("setp.ne.u32 %kept, %bit, 0;")
+        code.append(f"selp.f32 ${at}, ${at}, 0fFF800000, %kept;")
+    return " ".join([*code, "}"])
+
+
+KEEP: tl.constexpr = tl.constexpr(keep_code())
+KEEP_OPERANDS: tl.constexpr = tl.constexpr(
+    ",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["r"] * 32)
+)
+WEIGHTS_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", False))
+WEIGHTS_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", False))
+WEIGHTS_OPERANDS: tl.constexpr = tl.constexpr(weights_operands(False))
+SCALED_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", True))
+SCALED_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", True))
+SCALED_OPERANDS: tl.constexpr = tl.constexpr(weights_operands(True))
+
+
 @triton.jit
 def attention_scores(
     dots, scale, SOFTCAP: tl.constexpr, LINEAR: tl.constexpr

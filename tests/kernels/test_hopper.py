@@ -11,7 +11,6 @@ from stof_compile.kernels.attention_hopper import (
     _REGISTERS,
     attention_hopper_forward,
     hopper_refusal,
-    query_slots,
     widths,
 )
 from stof_compile.kernels.bound_launch import Repeat
@@ -200,7 +199,6 @@ def test_compiles_without_spills(head_dim, features, dtype):
             "BLOCK_D": block_d,
             "TAIL_D": tail_d,
             "STAGES": config.num_stages,
-            "Q_SLOTS": query_slots(block_d + tail_d, config.hopper),
             "GROUP": 4 if everything else 1,
             "SINGLE_PLANE": not everything,
             "HAS_PART": features.get("HAS_PART", True),
