@@ -154,8 +154,8 @@ def attention_hopper_forward(
     )
     if refusal is None and programs not in _REGISTERS:
         refusal = f"programs must be one of {sorted(_REGISTERS)}, not {programs}"
-    if refusal is None and stages < 2:
-        refusal = f"stages must be at least 2, not {stages}"
+    if refusal is None and stages < 1:
+        refusal = f"stages must be at least 1, not {stages}"
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
@@ -163,7 +163,7 @@ def attention_hopper_forward(
         return out.transpose(1, 2), lse
     if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
-    block_d, tail_d = widths(head_dim)
+    block_d, tail_d = widths(head_dim, programs)
     held = [_for_tma(t) for t in (p.q, p.k, p.v)]
     tiled = (*held, out.transpose(1, 2))
     has_part = arrays.bitmap.shape[0] > 0
@@ -189,7 +189,8 @@ def attention_hopper_forward(
             "MULT": float(scale) * LOG2E,
             "BLOCK_D": block_d,
             "TAIL_D": tail_d,
-            "STAGES": stages,
+            "RING": ring(stages),
+            "Q_SLOTS": query_slots(block_d + tail_d, programs),
             "GROUP": p.group,
             "SINGLE_PLANE": p.single_plane,
             "HAS_PART": has_part,
@@ -253,14 +254,29 @@ def _tiles(tensor: Tensor, columns: int) -> Descriptor:
     return Descriptor(tensor, tensor.shape, _strides(tensor), (1, 1, TILE, columns), layout)
 
 
-def widths(head_dim: int) -> tuple[int, int]:
+def widths(head_dim: int, programs: int) -> tuple[int, int]:
     """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
 
-    96 as 64 and 32 takes three quarters of 128, and a third worker fits a multiprocessor.
+    96 as 64 and 32 takes three quarters of 128, and a third worker fits a multiprocessor; 128 as
+    two halves fits a third one's registers.
     """
-    if not 64 < head_dim <= 96:
+    if head_dim <= 64 or (head_dim > 96 and programs < 3):
         return next_power_of_two(head_dim), 0
-    return 64, 16 if head_dim <= 80 else 32
+    return 64, 16 if head_dim <= 80 else 32 if head_dim <= 96 else 64
+
+
+def ring(stages: int) -> int:
+    """Tiles of keys and values a program holds: pairs, or for one stage a pair and the next keys."""
+    return max(2 * stages, 3)
+
+
+def query_slots(width: int, programs: int) -> int:
+    """Query tiles a program holds: two, so that the next one is there, where memory allows it.
+
+    Args:
+        width: of a head.
+    """
+    return 1 if width * programs > 288 else 2
 
 
 def _for_tma(tensor: Tensor) -> Tensor:

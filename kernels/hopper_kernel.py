@@ -34,30 +34,30 @@ from .hopper_registers import (
     weighed,
     without,
 )
-from .softmax import LN2
+from .softmax import LN2, NO_OFFSET
 
 # newer Triton renamed the copies and the barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
-Q_SLOTS: gl.constexpr = gl.constexpr(2)  # the next query tile is there before it is needed
 WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
 
 
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
-    q_full, q_empty, k_full, v_full, kv_empty,
+    q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
+    q_full, q_empty, kv_full, kv_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_rows, pieces,
-    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, RING: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Take units from the queue and load what they need, until the queue is empty."""
     TILE_BYTES: gl.constexpr = ROWS * (BLOCK_D + TAIL_D) * 2
+    PAIRS: gl.constexpr = (RING + 1) // 2
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     field = gl.arange(0, 8, layout=lane)
     units = rows * batch_heads
@@ -128,27 +128,30 @@ def produce(
         kv = h // GROUP
         for t in range(start, stop):
             first_k = gl.load(col_idx + t) * ROWS
-            stage = step % STAGES
-            mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            slot = (2 * step) % RING
+            if RING % 2 == 0:
+                mbarrier.wait(kv_empty.index(step % PAIRS), ((step // PAIRS) & 1) ^ 1)
+            full = kv_full.index(slot)
             if HAS_PART:
                 part = t < middle
                 tile_id = gl.load(bitmap_id + t)
-                mbarrier.expect(k_full.index(stage), TILE_BYTES + WORDS * 4, pred=part)
-                mbarrier.expect(k_full.index(stage), TILE_BYTES, pred=t >= middle)
-                tma_load(
-                    word_desc, [tile_id, 0], k_full.index(stage), word_bufs.index(stage), pred=part
-                )
+                mbarrier.expect(full, TILE_BYTES + WORDS * 4, pred=part)
+                mbarrier.expect(full, TILE_BYTES, pred=t >= middle)
+                tma_load(word_desc, [tile_id, 0], full, word_bufs.index(step % PAIRS), pred=part)
             else:
-                mbarrier.expect(k_full.index(stage), TILE_BYTES)
-            tma_load(k_desc, [b, kv, first_k, 0], k_full.index(stage), k_bufs.index(stage))
+                mbarrier.expect(full, TILE_BYTES)
+            tma_load(k_desc, [b, kv, first_k, 0], full, kv_bufs.index(slot))
             if TAIL_D > 0:
-                tail = [b, kv, first_k, BLOCK_D]
-                tma_load(k_tail_desc, tail, k_full.index(stage), k_tails.index(stage))
-            mbarrier.expect(v_full.index(stage), TILE_BYTES)
-            tma_load(v_desc, [b, kv, first_k, 0], v_full.index(stage), v_bufs.index(stage))
+                tma_load(k_tail_desc, [b, kv, first_k, BLOCK_D], full, kv_tails.index(slot))
+            if RING % 2 == 1:  # the values take the place of the last keys
+                last = step + PAIRS - 1
+                mbarrier.wait(kv_empty.index(last % PAIRS), ((last // PAIRS) & 1) ^ 1)
+            slot = (2 * step + 1) % RING
+            full = kv_full.index(slot)
+            mbarrier.expect(full, TILE_BYTES)
+            tma_load(v_desc, [b, kv, first_k, 0], full, kv_bufs.index(slot))
             if TAIL_D > 0:
-                tail = [b, kv, first_k, BLOCK_D]
-                tma_load(v_tail_desc, tail, v_full.index(stage), v_tails.index(stage))
+                tma_load(v_tail_desc, [b, kv, first_k, BLOCK_D], full, kv_tails.index(slot))
             step += 1
         turn += 1
         number = gl.where(valid, after, -1)
@@ -157,11 +160,11 @@ def produce(
 @gluon.jit
 def consume(
     o_desc, o_tail_desc, lse,
-    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
-    q_full, q_empty, k_full, v_full, kv_empty,
+    q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
+    q_full, q_empty, kv_full, kv_empty,
     heads, q_len, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
-    STAGES: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
+    RING: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend unit by unit.
@@ -170,13 +173,13 @@ def consume(
     ``SLACK`` powers of two; then sums and result are scaled.
     """
     dtype: gl.constexpr = o_desc.dtype
+    PAIRS: gl.constexpr = (RING + 1) // 2
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(TAIL_D, 16), 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     tail_weights: gl.constexpr = gl.DotOperandLayout(0, tail, 2)
     tail_rows: gl.constexpr = gl.SliceLayout(1, tail)
-    score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     own_rows: gl.constexpr = without(octet_layout(8), [1, 3])
     result_rows: gl.constexpr = gl.SliceLayout(1, result)
     word_layout: gl.constexpr = without(fragment_layout(), [1, 3, 5])
@@ -184,8 +187,9 @@ def consume(
     field = gl.arange(0, 8, layout=everywhere)
     zero = gl.zeros([ROWS, ROWS], gl.float32, scores)
     turn = 0
-    stage = 0
+    slot = 0
     phase = 0
+    pair = 0
     before = 0
     going = 1
     while going > 0:
@@ -194,38 +198,33 @@ def consume(
         unit = unit_bufs.index(q_slot).load(everywhere)
         count = gl.sum(gl.where(field == 0, unit, 0), 0)
         parts = gl.sum(gl.where(field == 1, unit, 0), 0)
-        row = gl.sum(gl.where(field == 2, unit, 0), 0)
-        b = gl.sum(gl.where(field == 3, unit, 0), 0)
-        h = gl.sum(gl.where(field == 4, unit, 0), 0)
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
-        place = -1
-        if SPLIT:
-            place = gl.sum(gl.where(field == 6, unit, 0), 0)
         if going > 0:
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
-            offset = gl.full([ROWS, 4], 1.0e30, gl.float32, own_rows)
+            offset = gl.full([ROWS, 4], NO_OFFSET, gl.float32, own_rows)
             total = gl.zeros([ROWS, 4], gl.float32, own_rows)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
             acc_tail = acc
             if TAIL_D > 0:
                 q_tail = q_tails.index(q_slot).reshape([ROWS, TAIL_D])
                 acc_tail = gl.zeros([ROWS, TAIL_D], gl.float32, tail)
-            tma.store_wait(0)  # the last unit's result has left its slot
-            mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1, pred=turn > 0)
+            if Q_SLOTS == 2:
+                tma.store_wait(0)  # the last unit's result has left its slot
+                mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1, pred=turn > 0)
             barrier_of_threads()  # here, or the compiler puts one into the loop
             for t in range(0, count):
                 # -- scores ----
-                mbarrier.wait(k_full.index(stage), phase)
-                k_tile = k_bufs.index(stage).reshape([ROWS, BLOCK_D]).permute((1, 0))
+                mbarrier.wait(kv_full.index(slot), phase)
+                k_tile = kv_bufs.index(slot).reshape([ROWS, BLOCK_D]).permute((1, 0))
                 s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
                 if TAIL_D > 0:
-                    k_tail = k_tails.index(stage).reshape([ROWS, TAIL_D]).permute((1, 0))
+                    k_tail = kv_tails.index(slot).reshape([ROWS, TAIL_D]).permute((1, 0))
                     s = warpgroup_mma(q_tail, k_tail, s, is_async=True)
                 # the tile before is given back while the product runs, which hides the barriers
                 mbarrier.arrive(kv_empty.index(before), count=1, pred=t > 0)
                 barrier_of_threads()
                 if HAS_PART:  # read while the product runs; not used on full tiles
-                    words = word_bufs.index(stage).reshape([4, 8, 4]).load(word_layout)
+                    words = word_bufs.index(pair).reshape([4, 8, 4]).load(word_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
 
                 # -- mask ----
@@ -234,36 +233,48 @@ def consume(
                         s = kept_scores(s, words)
 
                 # -- online softmax ----
-                p, offset, total, alpha, acc = weighed(
-                    s, offset, total, acc, MULT, BLOCK_D, dtype
-                )
-                if TAIL_D > 0:
+                p, offset, total, alpha, acc = weighed(s, offset, total, acc, MULT, BLOCK_D, dtype)
+                if TAIL_D == ROWS:
+                    acc_tail = rescaled(acc_tail, alpha, TAIL_D)
+                elif TAIL_D > 0:
                     acc_tail = acc_tail * spread(alpha, TAIL_D, tail)
 
                 # -- values ----
                 p = gl.convert_layout(p, weights, assert_trivial=True)
-                mbarrier.wait(v_full.index(stage), phase)
-                v_tile = v_bufs.index(stage).reshape([ROWS, BLOCK_D])
+                slot += 1
+                if RING % 2 == 1:
+                    phase = gl.where(slot == RING, phase ^ 1, phase)
+                    slot = gl.where(slot == RING, 0, slot)
+                mbarrier.wait(kv_full.index(slot), phase)
+                v_tile = kv_bufs.index(slot).reshape([ROWS, BLOCK_D])
                 acc = warpgroup_mma(p, v_tile, acc, is_async=True)
                 if TAIL_D > 0:
-                    v_tail = v_tails.index(stage).reshape([ROWS, TAIL_D])
+                    v_tail = kv_tails.index(slot).reshape([ROWS, TAIL_D])
                     p = gl.convert_layout(p, tail_weights, assert_trivial=True)
                     acc_tail = warpgroup_mma(p, v_tail, acc_tail, is_async=True)
                     acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
                 else:
                     acc = warpgroup_mma_wait(0, deps=(acc,))
-                before = stage
-                stage += 1
-                phase = gl.where(stage == STAGES, phase ^ 1, phase)
-                stage = gl.where(stage == STAGES, 0, stage)
+                before = pair
+                pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
+                slot += 1
+                phase = gl.where(slot == RING, phase ^ 1, phase)
+                slot = gl.where(slot == RING, 0, slot)
             mbarrier.arrive(kv_empty.index(before), count=1, pred=count > 0)
 
             # -- result ----
-            maximum = gl.convert_layout(gl.max(offset * (-1.0 / MULT), 1), score_rows)
-            total = gl.convert_layout(gl.sum(total, 1), score_rows)
+            unit = unit_bufs.index(q_slot).load(everywhere)  # once more, for want of registers
+            row = gl.sum(gl.where(field == 2, unit, 0), 0)
+            b = gl.sum(gl.where(field == 3, unit, 0), 0)
+            h = gl.sum(gl.where(field == 4, unit, 0), 0)
+            place = -1
+            if SPLIT:
+                place = gl.sum(gl.where(field == 6, unit, 0), 0)
+            reference = gl.convert_layout(gl.max(offset, 1), result_rows) * -LN2
+            total = gl.convert_layout(gl.sum(total, 1), result_rows)
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
-            acc = acc * gl.convert_layout(1.0 / filled, result_rows)[:, None]
+            acc = acc * (1.0 / filled)[:, None]
             if TAIL_D > 0:
                 acc_tail = acc_tail * gl.convert_layout(1.0 / filled, tail_rows)[:, None]
             if SPLIT and place >= 0:  # of a long row: merge_rows_kernel finishes it
@@ -278,8 +289,8 @@ def consume(
                     tail_ptrs = partial + at[:, None] * (BLOCK_D + TAIL_D) + columns[None, :]
                     gl.store(tail_ptrs, acc_tail)
                 stat_ptrs = partial_stats + number * (2 * ROWS)
-                stat_ptrs = stat_ptrs + gl.arange(0, ROWS, layout=score_rows)
-                gl.store(stat_ptrs, maximum * (MULT * LN2))
+                stat_ptrs = stat_ptrs + gl.arange(0, ROWS, layout=result_rows)
+                gl.store(stat_ptrs, reference)
                 gl.store(stat_ptrs + ROWS, total)
             else:
                 q_bufs.index(q_slot).reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
@@ -291,11 +302,13 @@ def consume(
                     tail_at = [b, h, row * ROWS, BLOCK_D]
                     tma_store(o_tail_desc, tail_at, q_tails.index(q_slot))
                 if RETURN_LSE:
-                    log_sum = maximum * (MULT * LN2) + gl.log(filled)
-                    log_sum = gl.where(empty, float("-inf"), log_sum)
-                    q_row = row * ROWS + gl.arange(0, ROWS, layout=score_rows)
+                    log_sum = gl.where(empty, float("-inf"), reference + gl.log(filled))
+                    q_row = row * ROWS + gl.arange(0, ROWS, layout=result_rows)
                     lse_row = lse + (b * heads + h).to(gl.int64) * q_len
                     gl.store(lse_row + q_row, log_sum, mask=q_row < q_len)
+            if Q_SLOTS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(0), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -314,36 +327,34 @@ def attention_hopper_kernel(
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    RING: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
     RETURN_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, ROWS, BLOCK_D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, ROWS, BLOCK_D], v_desc.layout)
-    q_tails, k_tails, v_tails = q_bufs, k_bufs, v_bufs
+    kv_bufs = gl.allocate_shared_memory(k_desc.dtype, [RING, 1, 1, ROWS, BLOCK_D], k_desc.layout)
+    q_tails, kv_tails = q_bufs, kv_bufs
     if TAIL_D > 0:
         dtype: gl.constexpr = q_desc.dtype
         narrow: gl.constexpr = q_tail_desc.layout
         q_tails = gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, ROWS, TAIL_D], narrow)
-        k_tails = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, TAIL_D], narrow)
-        v_tails = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, TAIL_D], narrow)
-    word_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WORDS], word_desc.layout)
+        kv_tails = gl.allocate_shared_memory(dtype, [RING, 1, 1, ROWS, TAIL_D], narrow)
+    pairs: gl.constexpr = (RING + 1) // 2
+    word_bufs = gl.allocate_shared_memory(gl.int32, [pairs, 1, WORDS], word_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     unit_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    kv_full = gl.allocate_shared_memory(gl.int64, [RING, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
+    for i in gl.static_range(RING):
+        mbarrier.init(kv_full.index(i), count=1)
+    for i in gl.static_range(pairs):
         mbarrier.init(kv_empty.index(i), count=1)
     fence_async_shared()
     gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
@@ -354,22 +365,22 @@ def attention_hopper_kernel(
                 consume,
                 (
                     o_desc, o_tail_desc, lse,
-                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
-                    q_full, q_empty, k_full, v_full, kv_empty,
+                    q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
+                    q_full, q_empty, kv_full, kv_empty,
                     heads, q_len, heavy_rows, pieces, partial, partial_stats,
-                    MULT, BLOCK_D, TAIL_D, STAGES, RETURN_LSE, HAS_PART, SPLIT,
+                    MULT, BLOCK_D, TAIL_D, RING, Q_SLOTS, RETURN_LSE, HAS_PART, SPLIT,
                 ),
             ),
             (
                 produce,
                 (
                     q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, q_tails, k_tails, v_tails,
-                    q_full, q_empty, k_full, v_full, kv_empty,
+                    q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
+                    q_full, q_empty, kv_full, kv_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_rows, pieces,
-                    BLOCK_D, TAIL_D, STAGES, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
+                    BLOCK_D, TAIL_D, RING, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
                 ),
             ),
         ],

@@ -131,22 +131,24 @@ def weighed(
     offsets = spread(offset, ROWS, layout)
     sums = spread(total, ROWS, layout)
     if scaled:
+        args = [s, offsets, sums, acc]
         if dtype == gl.bfloat16:
             p, acc, told = gl.inline_asm_elementwise(
-                code, SCALED_OPERANDS, [s, offsets, sums, acc], (gl.bfloat16, gl.float32, gl.float32), False, 32
+                code, SCALED_OPERANDS, args, (gl.bfloat16, gl.float32, gl.float32), False, 32
             )
         else:
             p, acc, told = gl.inline_asm_elementwise(
-                code, SCALED_OPERANDS, [s, offsets, sums, acc], (gl.float16, gl.float32, gl.float32), False, 32
+                code, SCALED_OPERANDS, args, (gl.float16, gl.float32, gl.float32), False, 32
             )
     else:
+        args = [s, offsets, sums]
         if dtype == gl.bfloat16:
             p, told = gl.inline_asm_elementwise(
-                code, WEIGHTS_OPERANDS, [s, offsets, sums], (gl.bfloat16, gl.float32), False, 32
+                code, WEIGHTS_OPERANDS, args, (gl.bfloat16, gl.float32), False, 32
             )
         else:
             p, told = gl.inline_asm_elementwise(
-                code, WEIGHTS_OPERANDS, [s, offsets, sums], (gl.float16, gl.float32), False, 32
+                code, WEIGHTS_OPERANDS, args, (gl.float16, gl.float32), False, 32
             )
     sums, offsets = gl.split(gl.reshape(told, [ROWS, 8, 4, 2]))
     alpha = gl.convert_layout(gl.reduce(sums, 1, _last), rows, assert_trivial=True)

@@ -13,6 +13,10 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # smaller by at most this, in powers of two: they reach 256, and few tiles after the first rescale
 # the result.
 SLACK: tl.constexpr = tl.constexpr(8.0)
+LIMIT_CODE = "0f43800000"  # 2 ** SLACK
+# The offset of a row that has had no key: all weights are inf with it, or 0 where a key is masked.
+NO_OFFSET: tl.constexpr = tl.constexpr(1.0e30)
+NO_OFFSET_CODE = "0f7149F2CA"
 
 
 def rescale_code(count: int) -> str:
@@ -41,94 +45,86 @@ RESCALE_64_OPERANDS: tl.constexpr = tl.constexpr(rescale_operands(64))
 def weights_code(narrow: str, scaled: bool) -> str:
     """PTX: weights of 32 scores of two rows, which have an offset and a sum of former weights each.
 
-    Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is told;
-    32 scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first octet,
-    sum and new offset of each row and in the others the factor of former weights.
+    A weight is exp2(score * %m + offset), a row's offset -1 times a whole number near its largest
+    score. Weights are taken before it is known whether the offset still suits, which their sums
+    tell: a row that outgrew it has a sum over 2 ** SLACK. Only a warp with such a row, or with one
+    that has no offset yet, looks for the largest scores, scales what was and takes the weights
+    again. Half of the columns at a time, so that the registers of a half's scores are free then.
+
+    Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is
+    told; 32 scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first
+    octet of a row, its sum and its offset, and in the others the factor of what was before.
     """
     acc = 16
     told = acc + 32 * scaled
     score, offset, total = told + 32, told + 64, told + 96
-    code = [".reg .pred %go;", ".reg .f32 %x, %y;"]
-    code += [f".reg .f32 %n{k}, %s{k}, %u{k}, %a{k};" for k in range(4)]
-    rows = (0, 1)
-    now = [f"${offset}", f"${offset + 2}"]
-    sums = [f"${total}", f"${total + 2}"]
-    unset = "0f7149F2CA"  # 1e30
-    code.append(f"setp.eq.f32 %go, {now[0]}, {unset};")
-    code.append(f"@!%go setp.eq.f32 %go, {now[1]}, {unset};")
-    code.append("vote.sync.any.pred %go, %go, 0xffffffff;")
-    code.append("@%go bra GROWN0;")
+    code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %u0, %u1, %a0, %a1;"]
+    for row in (0, 1):
+        code.append(f"mov.f32 %n{row}, ${offset + 2 * row};")
+        code.append(f"mov.f32 %s{row}, ${total + 2 * row};")
+        code.append(f"mov.f32 %a{row}, 0f3F800000;")
+    code.append(f"setp.eq.f32 %grew, %n0, {NO_OFFSET_CODE};")
+    code.append(f"@!%grew setp.eq.f32 %grew, %n1, {NO_OFFSET_CODE};")
+    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
+    code.append("@%grew bra GROWN0;")
     for half in (0, 1):
         places = range(16 * half, 16 * half + 16)
-        new, kept, added, alpha = ([f"%{w}{2 * half + r}" for r in rows] for w in "nsua")
-
-        def weigh(offsets, places=places, added=added):
-            for i in places[::2]:
-                row = i // 2 % 2
-                for name, at in (("%x", i), ("%y", i + 1)):
-                    code.append(f"fma.rn.f32 {name}, ${score + at}, %m, {offsets[row]};")
-                    code.append(f"ex2.approx.ftz.f32 {name}, {name};")
-                code.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
-                if i < places[4]:
-                    code.append(f"add.f32 {added[row]}, %x, %y;")
-                else:
-                    code.append("add.f32 %x, %x, %y;")
-                    code.append(f"add.f32 {added[row]}, {added[row]}, %x;")
-
-        weigh(now)
-        for r in rows:
-            code.append(f"mov.f32 {new[r]}, {now[r]};")
-            code.append(f"mov.f32 {alpha[r]}, 0f3F800000;")
-            code.append(f"add.f32 {kept[r]}, {sums[r]}, {added[r]};")
-        code.append(f"setp.gt.f32 %go, {added[0]}, 0f43800000;")
-        code.append(f"@!%go setp.gt.f32 %go, {added[1]}, 0f43800000;")
-        code.append("vote.sync.any.pred %go, %go, 0xffffffff;")
-        code.append(f"@!%go bra KNOWN{half};")
+        weights = []
+        for i in places[::2]:
+            row = i // 2 % 2
+            for name, at in (("%x", i), ("%y", i + 1)):
+                weights.append(f"fma.rn.f32 {name}, ${score + at}, %m, %n{row};")
+                weights.append(f"ex2.approx.ftz.f32 {name}, {name};")
+            weights.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
+            if i < places[4]:
+                weights.append(f"add.f32 %u{row}, %x, %y;")
+            else:
+                weights.append("add.f32 %x, %x, %y;")
+                weights.append(f"add.f32 %u{row}, %u{row}, %x;")
+        code += weights
+        code.append(f"setp.gt.f32 %grew, %u0, {LIMIT_CODE};")
+        code.append(f"@!%grew setp.gt.f32 %grew, %u1, {LIMIT_CODE};")
+        code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
+        code.append(f"@!%grew bra KNOWN{half};")
         code.append(f"GROWN{half}:")
-        for r in rows:
-            at = [i for i in places if i // 2 % 2 == r]
-            code.append(f"max.f32 {new[r]}, ${score + at[0]}, ${score + at[1]};")
-            code += [f"max.f32 {new[r]}, {new[r]}, ${score + i};" for i in at[2:]]
+        for row in (0, 1):
+            at = [i for i in places if i // 2 % 2 == row]
+            code.append(f"max.f32 %u{row}, ${score + at[0]}, ${score + at[1]};")
+            code += [f"max.f32 %u{row}, %u{row}, ${score + i};" for i in at[2:]]
         for lane in (1, 2):
-            for r in rows:
-                code.append(f"shfl.sync.bfly.b32 %x, {new[r]}, {lane}, 31, 0xffffffff;")
-                code.append(f"max.f32 {new[r]}, {new[r]}, %x;")
-        for r in rows:
-            code.append(f"neg.f32 {new[r]}, {new[r]};")
-            code.append(f"mul.f32 {new[r]}, {new[r]}, %m;")
-            code.append(f"cvt.rmi.f32.f32 {new[r]}, {new[r]};")
-            code.append(f"min.f32 {new[r]}, {new[r]}, {now[r]};")
-            code.append(f"sub.f32 {alpha[r]}, {new[r]}, {now[r]};")
-            code.append(f"ex2.approx.ftz.f32 {alpha[r]}, {alpha[r]};")
+            for row in (0, 1):
+                code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")
+                code.append(f"max.f32 %u{row}, %u{row}, %x;")
+        for row in (0, 1):
+            code.append(f"neg.f32 %u{row}, %u{row};")
+            code.append(f"mul.f32 %u{row}, %u{row}, %m;")
+            code.append(f"cvt.rmi.f32.f32 %u{row}, %u{row};")
+            code.append(f"min.f32 %u{row}, %u{row}, %n{row};")
+            code.append(f"sub.f32 %y, %u{row}, %n{row};")
+            code.append(f"mov.f32 %n{row}, %u{row};")
+            code.append(f"ex2.approx.ftz.f32 %u{row}, %y;")  # a power of two, of the packed as well
+            code.append(f"mul.f32 %s{row}, %s{row}, %u{row};")
+            code.append(f"mul.f32 %a{row}, %a{row}, %u{row};")
         if half:
             code.append(".reg .b32 %f0, %f1;")
-            for r in rows:
-                code.append(f"cvt.rn.{narrow}.f32 %f{r}, {alpha[r]}, {alpha[r]};")
-            for i in range(8):
-                code.append(f"mul.{narrow} ${i}, ${i}, %f{i % 2};")
+            for row in (0, 1):
+                code.append(f"cvt.rn.{narrow}.f32 %f{row}, %u{row}, %u{row};")
+            code += [f"mul.{narrow} ${i}, ${i}, %f{i % 2};" for i in range(8)]
         if scaled:
-            for i in range(32):
-                code.append(f"mul.f32 ${acc + i}, ${acc + i}, {alpha[i // 2 % 2]};")
-        weigh(new)
-        for r in rows:
-            code.append(f"fma.rn.f32 {kept[r]}, {sums[r]}, {alpha[r]}, {added[r]};")
+            code += [f"mul.f32 ${acc + i}, ${acc + i}, %u{i // 2 % 2};" for i in range(32)]
+        code += weights
         code.append(f"KNOWN{half}:")
-        now, sums = new, kept
-    for r in rows:
-        code.append(f"mul.f32 %a{r}, %a{r}, %a{2 + r};")
+        code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
     for i in range(32):
-        r = i // 2 % 2
-        first = now[r] if i % 2 else sums[r]
-        code.append(f"mov.f32 ${told + i}, {first if i < 4 else f'%a{r}'};")
+        name = "a" if i > 3 else "sn"[i % 2]
+        code.append(f"mov.f32 ${told + i}, %{name}{i // 2 % 2};")
     return " ".join(code)
 
 
 def weights_operands(scaled: bool) -> str:
     """Constraints of ``weights_code``."""
     results = [str(16 + i) for i in range(32)] if scaled else []
-    return ",".join(
-        ["=&r"] * 16 + ["=&f"] * (64 if scaled else 32) + ["f"] * 96 + results
-    )
+    return ",".join(["=&r"] * 16 + ["=&f"] * (64 if scaled else 32) + ["f"] * 96 + results)
 
 
 def keep_code() -> str:
