@@ -266,7 +266,7 @@ def widths(head_dim: int, programs: int) -> tuple[int, int]:
 
 
 def ring(stages: int) -> int:
-    """Tiles of keys and values a program holds: pairs, or for one stage a pair and the next keys."""
+    """Tiles of keys and values a program holds: pairs, or a pair and the next keys."""
     return max(2 * stages, 3)
 
 

@@ -4,13 +4,13 @@ A program is a persistent worker of one consumer warp group, which computes, and
 which loads. Work is a queue of units (one tile row of one head); the producer takes the next unit
 and loads its query tile and its first keys while the consumer still works on the last one, so no
 load waits for the end of a row. Everything travels through shared memory by TMA: query tiles in
-slots of their own, keys, values and mask words in a ring.
+slots of their own, which the results leave through, keys, values and mask words in a ring.
 
 Shared memory is handed over with barriers: ``full`` ones count the bytes that arrived, ``empty``
 ones one arrival of the consumer. A barrier's n-th use has phase parity n % 2.
 
-The mask of a part tile comes as one 32-bit word per thread (``masks/fragments.py``): bit i keeps
-the i-th score the thread holds, so that masking costs two instructions a score and no addresses.
+The mask of a part tile comes as one 32-bit word per thread (``masks/fragments.py``) with a bit for
+each score the thread holds, so that masking costs little more than one instruction a score.
 """
 
 from triton.experimental import gluon
@@ -169,8 +169,8 @@ def consume(
 ):  # fmt: skip
     """Attend unit by unit.
 
-    Weights are relative to an earlier maximum of the row until scores exceed it by more than
-    ``SLACK`` powers of two; then sums and result are scaled.
+    Weights are relative to an earlier maximum of the row until their sums show that scores exceed
+    it by too much; then sums and result are scaled (``softmax.weights_code``).
     """
     dtype: gl.constexpr = o_desc.dtype
     PAIRS: gl.constexpr = (RING + 1) // 2

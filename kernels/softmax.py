@@ -88,9 +88,9 @@ def weights_code(narrow: str, scaled: bool) -> str:
         code.append(f"@!%grew bra KNOWN{half};")
         code.append(f"GROWN{half}:")
         for row in (0, 1):
-            at = [i for i in places if i // 2 % 2 == row]
-            code.append(f"max.f32 %u{row}, ${score + at[0]}, ${score + at[1]};")
-            code += [f"max.f32 %u{row}, %u{row}, ${score + i};" for i in at[2:]]
+            own = [score + i for i in places if i // 2 % 2 == row]
+            code.append(f"max.f32 %u{row}, ${own[0]}, ${own[1]};")
+            code += [f"max.f32 %u{row}, %u{row}, ${i};" for i in own[2:]]
         for lane in (1, 2):
             for row in (0, 1):
                 code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")

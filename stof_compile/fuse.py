@@ -66,7 +66,7 @@ TUNED_KIND = "tuned"  # of the store: graphs that were tuned before
 SEARCH_SHARE = 0.6  # of the seconds left when fusion begins; whole graphs are compared after it
 LEAST_SHARE = 0.5  # the same, where it is known how long the forms of the graph take to compile
 FORMS = 2  # that are compiled after the search
-COMPARING_S = 2.0  # to time the forms of a graph
+COMPARING_S = 4.0  # to time the forms of a graph
 ROPE_SHARE = 0.25  # of the seconds left for the search, for products with rotations
 
 

@@ -98,8 +98,9 @@ def _backward(case):
 
 
 def _hopper_attention(
-    rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0, pieces=1
-):
+    rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0, pieces=1,
+    stages=2,
+):  # fmt: skip
     import test_hopper
     from close import assert_close
     from stof_compile.kernels.attention_hopper import attention_hopper_forward
@@ -116,7 +117,7 @@ def _hopper_attention(
     k, v = draw(2, batch, heads // group, k_len, head_dim).to(dtype)
     scale = head_dim**-0.5
     out, lse = on_gpu(attention_hopper_forward)(
-        q, k, v, list(mask.hopper_tensors), scale, programs, 2, heavy, pieces, True
+        q, k, v, list(mask.hopper_tensors), scale, programs, stages, heavy, pieces, True
     )
     wanted, wanted_lse = attention_reference(
         q.double(), k.double(), v.double(), mask.to_dense(), None, None, scale, 0.0, True
@@ -203,6 +204,7 @@ def _cases():
         "causal": ("causal", 40, 3, 1, torch.float16, (330, 201)),
         "dense": ("dense", 64, 4, 4, torch.float16, (192, 320)),
         "more-keys": ("sliding", 72, 2, 1, torch.float16, (70, 200)),
+        "halves": ("bigbird", 128, 3, 1, torch.float16, (330, 330), 2, 2, 1),
         "tiles": ("tiles only", 96, 1),
         "pieces": ("planes", 96, 2, 2, torch.float16, (330, 330), 3, 2),
         # more tile rows than workers: they take several of them
