@@ -106,10 +106,10 @@ def weights_code(narrow: str, scaled: bool) -> str:
             code.append(f"mul.f32 %s{row}, %s{row}, %u{row};")
             code.append(f"mul.f32 %a{row}, %a{row}, %u{row};")
         if half:
-            code.append(".reg .b32 %f0, %f1;")
+            code.append(".reg .b32 %g0, %g1;")
             for row in (0, 1):
-                code.append(f"cvt.rn.{narrow}.f32 %f{row}, %u{row}, %u{row};")
-            code += [f"mul.{narrow} ${i}, ${i}, %f{i % 2};" for i in range(8)]
+                code.append(f"cvt.rn.{narrow}.f32 %g{row}, %u{row}, %u{row};")
+            code += [f"mul.{narrow} ${i}, ${i}, %g{i % 2};" for i in range(8)]
         if scaled:
             code += [f"mul.f32 ${acc + i}, ${acc + i}, %u{i // 2 % 2};" for i in range(32)]
         code += weights
