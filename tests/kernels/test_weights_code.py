@@ -1,165 +1,37 @@
 """The Hopper kernel's online softmax in PTX, run for one warp by ptx_warp.py, against float64."""
 
-from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from ptx_warp import LANES, bits, floats, run, times, unpacked
+from ptx_warp import LANES, floats, times
 from stof_compile.kernels import softmax
+from weights_warp import (
+    INF,
+    KEYS,
+    NAN,
+    NO_OFFSET,
+    ROWS,
+    TILES,
+    UNIT,
+    assert_broken,
+    assert_right,
+    by_row,
+    kept_bits,
+    kept_scores,
+    rescaled,
+    through,
+    whole,
+)
 
 from stof_compile.masks import bitmap
 from stof_compile.masks.fragments import to_fragments
 
 pytest.importorskip("triton.experimental.gluon")
 
-ROWS, KEYS, TILES = 16, 64, 6  # of a warp, of a tile, one after another
-MULT = 0.125 * softmax.LOG2E.value
-NO_OFFSET = np.float32(softmax.NO_OFFSET.value)
-INF, NAN = np.inf, np.nan
-UNIT = {"f16x2": 2.0**-11, "bf16x2": 2.0**-8}  # error of a narrow number by rounding
-
 both_widths = pytest.mark.parametrize("narrow", UNIT)
 both_ways = pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "not scaled"])
-
-
-# -- what a warp holds ----------------------------------------------------------------------------
-
-
-def places(count):
-    """(row, column) of each register of each lane, [count, lanes]."""
-    i, lane = np.arange(count)[:, None], np.arange(LANES)[None, :]
-    return lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
-
-
-def held(tile):
-    """[16, columns] as registers [columns / 2, lanes]."""
-    return tile[places(tile.shape[1] // 2)]
-
-
-def whole(registers):
-    """Inverse of ``held``."""
-    tile = np.empty((ROWS, 2 * len(registers)), registers.dtype)
-    tile[places(len(registers))] = registers
-    return tile
-
-
-def by_row(halves):
-    """What lanes have of their two rows, [2, lanes], as [16, 4]."""
-    return np.concatenate([half.reshape(8, 4) for half in halves])
-
-
-@cache
-def weights_text(mult, narrow, scaled):
-    from stof_compile.kernels.hopper_registers import weights_code
-    from triton.experimental.gluon import language as gl
-
-    return str(weights_code(mult, gl.float16 if narrow == "f16x2" else gl.bfloat16, scaled))
-
-
-@dataclass
-class Warp:
-    """Sixteen rows on their way through the tiles, as the kernel's consumer takes them."""
-
-    narrow: str
-    scaled: bool
-    mult: float = MULT
-    offset: np.ndarray = field(default_factory=lambda: np.full((2, LANES), NO_OFFSET))
-    total: np.ndarray = field(default_factory=lambda: np.zeros((2, LANES), np.float32))
-    acc: np.ndarray | None = None
-    steps: list = field(default_factory=list)  # (weights, offsets [16, 4], factor, instructions)
-
-    def attend(self, s, v):
-        """One tile: scores [16, 64] and values [64, 64], or [64, 128] where not scaled."""
-        if self.acc is None:
-            self.acc = np.zeros((v.shape[1] // 2, LANES), np.float32)
-        rows = [i // 2 % 2 for i in range(32)]
-        inputs = [*held(s), *self.offset[rows], *self.total[rows]]
-        inputs += [*self.acc] if self.scaled else []
-        text = weights_text(self.mult, self.narrow, self.scaled)
-        results, ran = run(text, softmax.weights_operands(self.scaled), bits(inputs))
-        pairs = [unpacked(register, self.narrow) for register in results[:16]]
-        weights = whole(np.stack([number for pair in pairs for number in pair]))
-        told = floats(np.stack(results[-32:]))
-        self.total, self.offset = told[[0, 2]], told[[1, 3]]
-        factor = told[[28, 30]]
-        np.testing.assert_array_equal(told[4:], factor[rows[4:]])
-        if self.scaled:
-            self.acc = floats(np.stack(results[16:48]))
-        else:
-            self.acc = rescaled(self.acc, factor)[0]
-        with np.errstate(invalid="ignore"):
-            self.acc = self.acc + held(weights @ v)
-        self.steps.append((weights, by_row(self.offset), by_row(factor), ran))
-
-    def result(self):
-        """(result [16, columns], log-sum-exp [16]) as the kernel finishes them."""
-        total = by_row(self.total).astype(np.float64).sum(1)
-        filled = np.where(total == 0, 1, total)
-        offset = by_row(self.offset).max(1).astype(np.float64)
-        lse = np.where(total == 0, -INF, np.log(filled) - offset * softmax.LN2.value)
-        return whole(self.acc) / filled[:, None], lse
-
-
-def rescaled(acc, factor):
-    """``rescale_code``: (``acc`` [registers, lanes] times factors [2, lanes], instructions)."""
-    count = len(acc)
-    inputs = [*acc, *(factor[i // 2 % 2] for i in range(count))]
-    code, constraints = softmax.rescale_code(count), softmax.rescale_operands(count)
-    results, ran = run(code, constraints, bits(inputs))
-    return floats(np.stack(results)), ran
-
-
-def kept_scores(s, words):
-    """``keep_code``: scores [16, 64], -inf where a lane's word has no bit for them."""
-    inputs = [*bits(held(s)), *[words] * 32]
-    results, _ = run(softmax.keep_code(), softmax.KEEP_OPERANDS.value, inputs)
-    return whole(floats(np.stack(results)))
-
-
-def kept_bits(words):
-    """The scores [16, 64] that the words of the lanes keep."""
-    row, column = places(32)
-    bit = row // 8 * 16 + column // 8 * 2 + column % 2
-    return whole((words >> bit.astype(np.uint32) & 1).astype(bool))
-
-
-def through(scores, narrow, scaled, seed=7, mult=MULT):
-    """(warp that has seen all tiles of ``scores`` [16, keys], values [keys, columns])."""
-    v = np.random.default_rng(seed).standard_normal((scores.shape[1], 64 if scaled else 128))
-    v = v.astype(np.float32)
-    warp = Warp(narrow, scaled, mult)
-    for at in range(0, scores.shape[1], KEYS):
-        warp.attend(scores[:, at : at + KEYS], v[at : at + KEYS])
-    return warp, v
-
-
-def assert_right(warp, scores, v, rows=slice(None)):
-    """Within the rounding of the weights; sums are of weights before that."""
-    exponents = scores[rows].astype(np.float64) * np.float32(warp.mult) * softmax.LN2.value
-    top = exponents.max(1, keepdims=True)
-    top = np.where(np.isinf(top), 0, top)
-    p = np.exp(exponents - top)
-    total = p.sum(1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        expected_lse = np.log(total[:, 0]) + top[:, 0]
-    p = p / np.where(total == 0, 1, total)
-    out, lse = warp.result()
-    # fp16 numbers below 2 ** -14 are rounded to multiples of 2 ** -24, and then scaled
-    allowed = UNIT[warp.narrow] * (p @ np.abs(v)) + 1e-4 * np.abs(v).max()
-    assert (np.abs(out[rows] - p @ v) <= allowed).all()
-    np.testing.assert_allclose(lse[rows], expected_lse, rtol=0, atol=1e-5)
-
-
-def assert_broken(warp, scores, v, rows):
-    """NaN in these rows, and the others right."""
-    out, lse = warp.result()
-    assert np.isnan(by_row(warp.total)[rows].sum(1)).all()
-    assert np.isnan(out[rows]).all() and np.isnan(lse[rows]).all()
-    assert_right(warp, scores, v, [i for i in range(ROWS) if i not in rows])
-    for step in warp.steps:
-        assert (step[1] == step[1][:, :1]).all()
 
 
 # -- scores ---------------------------------------------------------------------------------------
