@@ -98,7 +98,8 @@ _MAX_TILES = 3  # tile shapes offered for one problem, and the narrow one
 # Half as many keys: less of the tiles lies outside of narrow windows and short global parts, and
 # with 80 to 92 registers a thread six programs fit a Hopper multiprocessor in place of three.
 NARROW = (64, 32, 4)
-# The Hopper kernel's (programs per multiprocessor, stages), by the width of a head.
+# The Hopper kernel's (programs per multiprocessor, pairs of key and value tiles in flight; 1: a
+# pair and the next keys), by the width of a head.
 _HOPPER = {64: ((4, 2),), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2), (3, 1))}
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
 # at most; five of the narrow ones with a lazy softmax, which else takes more. Nothing spills then

@@ -113,7 +113,7 @@ def attention_hopper_forward(
             place of the bitmap.
         scale: factor of the dot products, positive.
         programs: per multiprocessor, 1 to 4.
-        stages: tiles of keys and values in flight.
+        stages: pairs of key and value tiles in flight; 1: a pair and the next keys.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         return_lse: also return the log-sum-exp of the masked scores.

@@ -2,9 +2,10 @@
 
 A program is a persistent worker of one consumer warp group, which computes, and one producer warp,
 which loads. Work is a queue of units (one tile row of one head); the producer takes the next unit
-and loads its query tile and its first keys while the consumer still works on the last one, so no
-load waits for the end of a row. Everything travels through shared memory by TMA: query tiles in
-slots of their own, which the results leave through, keys, values and mask words in a ring.
+and loads its query tile and its first keys while the consumer still works on the last one, so with
+two query slots no load waits for the end of a row. Everything travels through shared memory by TMA:
+query tiles in slots of their own, which the results leave through, keys, values and mask words in a
+ring.
 
 Shared memory is handed over with barriers: ``full`` ones count the bytes that arrived, ``empty``
 ones one arrival of the consumer. A barrier's n-th use has phase parity n % 2.
@@ -293,6 +294,7 @@ def consume(
                 gl.store(stat_ptrs, reference)
                 gl.store(stat_ptrs + ROWS, total)
             else:
+                # every warp has read its queries: a barrier is in front of the last arrive
                 q_bufs.index(q_slot).reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
                 if TAIL_D > 0:
                     q_tails.index(q_slot).reshape([ROWS, TAIL_D]).store(acc_tail.to(dtype))

@@ -32,8 +32,9 @@ from stof_compile.places import NO_FILE
 
 log = logging.getLogger(__name__)
 
-FORMAT = 8
-"""Raised when the meaning of stored files changes; files of another format are misses."""
+FORMAT = 9
+"""Raised when what stored files say changes its meaning, or a kernel so much that it should be measured
+anew; files of another format are misses."""
 
 ENVIRONMENT_PARTS = ("device", "runtime", "arch", "torch", "triton", "stof")
 """What an environment key is made of, in this order."""

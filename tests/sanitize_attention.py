@@ -209,6 +209,7 @@ def _cases():
         "pieces": ("planes", 96, 2, 2, torch.float16, (330, 330), 3, 2),
         # more tile rows than workers: they take several of them
         "several": ("bigbird", 64, 1, 4, torch.float16, (1210, 1210), 2),
+        "several-halves": ("bigbird", 128, 1, 1, torch.float16, (2420, 2420), 2, 1, 1),
     }, "hopper")  # fmt: skip
 
 

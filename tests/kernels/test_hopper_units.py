@@ -1,0 +1,50 @@
+"""Workers of the Hopper attention kernel with many units each: slots and stages are used again."""
+
+import pytest
+import torch
+from close import assert_close
+from stof_compile.kernels.attention_blockwise import BlockConfig
+from stof_compile.kernels.reference import attention_reference
+
+from stof_compile import masks
+from stof_compile.attention.call import mask_arrays
+from stof_compile.masks.block_mask import build_block_mask
+
+HALF, HOPPER = torch.float16, (9, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(
+    ("head_dim", "programs", "stages"),
+    [(64, 4, 2), (96, 3, 2), (96, 2, 3), (104, 3, 1), (128, 2, 2), (128, 3, 1)],
+)
+def test_gpu_workers_take_many_units(head_dim, programs, stages, pieces):
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    device = torch.device("cuda")
+    batch, heads, length, checked = 8, 32, 1100, [0, 7]
+    keep = torch.rand(1, 1, length, length, device=device) < 0.1
+    keep[..., 320:390, :] = False  # a tile row without keys
+    keep[..., 512:576, 128:] = False  # one of two tiles
+    keep[..., 640:704, 320:384] = True
+    mask = build_block_mask(masks.from_tensor(keep.cpu()), length, length, 64, device=device)
+    config = BlockConfig(num_stages=stages, hopper=programs, heavy_rows=2, pieces=pieces)
+    arrays = mask_arrays(mask, config).values()
+    q, k, v = torch.randn(3, batch, heads, length, head_dim, device=device, dtype=HALF)
+    expected, expected_lse = attention_reference(
+        *(x[checked].double() for x in (q, k, v)), keep, None, None, head_dim**-0.5, 0.0, True
+    )
+    for _ in range(3):
+        shape = batch, length, heads, head_dim
+        poison = torch.full(shape, float("nan"), device=device, dtype=HALF)
+        del poison
+        out, lse = torch.ops.stof.attention_block(
+            q, k, v, *arrays, None, None, head_dim**-0.5, 0.0, 0, [], list(config), True
+        )
+        assert_close(out[checked], expected, HALF)
+        assert out.isfinite().all()
+        finite = expected_lse.isfinite()
+        assert torch.equal(lse[checked].isfinite(), finite)
+        close = {"rtol": 0, "atol": 5e-3}
+        torch.testing.assert_close(lse[checked][finite].double(), expected_lse[finite], **close)
