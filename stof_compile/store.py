@@ -33,8 +33,8 @@ from stof_compile.places import NO_FILE
 log = logging.getLogger(__name__)
 
 FORMAT = 9
-"""Raised when what stored files say changes its meaning, or a kernel so much that it should be measured
-anew; files of another format are misses."""
+"""Raised when what stored files say changes its meaning, or a kernel so much that it should be
+measured anew; files of another format are misses."""
 
 ENVIRONMENT_PARTS = ("device", "runtime", "arch", "torch", "triton", "stof")
 """What an environment key is made of, in this order."""
