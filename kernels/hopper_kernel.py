@@ -35,7 +35,8 @@ from .hopper_registers import (
     weighed,
     without,
 )
-from .softmax import LN2, NO_OFFSET
+from .hopper_weights import NO_OFFSET
+from .softmax import LN2
 
 # newer Triton renamed the copies and the barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -171,7 +172,7 @@ def consume(
     """Attend unit by unit.
 
     Weights are relative to an earlier maximum of the row until their sums show that scores exceed
-    it by too much; then sums and result are scaled (``softmax.weights_code``).
+    it by too much; then sums and result are scaled (``hopper_weights.weights_code``).
     """
     dtype: gl.constexpr = o_desc.dtype
     PAIRS: gl.constexpr = (RING + 1) // 2

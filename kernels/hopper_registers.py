@@ -3,13 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .softmax import (
+from .hopper_weights import (
     KEEP,
     KEEP_OPERANDS,
-    RESCALE_32,
-    RESCALE_32_OPERANDS,
-    RESCALE_64,
-    RESCALE_64_OPERANDS,
     SCALED_BF16,
     SCALED_F16,
     SCALED_OPERANDS,
@@ -17,6 +13,7 @@ from .softmax import (
     WEIGHTS_F16,
     WEIGHTS_OPERANDS,
 )
+from .softmax import RESCALE_32, RESCALE_32_OPERANDS, RESCALE_64, RESCALE_64_OPERANDS
 
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a unit and keys of a tile
 
@@ -75,7 +72,7 @@ def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
 
 @gluon.constexpr_function
 def weights_code(mult, dtype, scaled):
-    """``softmax.weights_code`` with the factor of the scores."""
+    """``hopper_weights.weights_code`` with the factor of the scores."""
     if scaled:
         code = SCALED_BF16.value if dtype == gl.bfloat16 else SCALED_F16.value
     else:

@@ -13,10 +13,6 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # smaller by at most this, in powers of two: they reach 256, and few tiles after the first rescale
 # the result.
 SLACK: tl.constexpr = tl.constexpr(8.0)
-LIMIT_CODE = "0f43800000"  # 2 ** SLACK
-# The offset of a row that has had no key: all weights are inf with it, or 0 where a key is masked.
-NO_OFFSET: tl.constexpr = tl.constexpr(1.0e30)
-NO_OFFSET_CODE = "0f7149F2CA"
 
 
 def rescale_code(count: int) -> str:
@@ -40,115 +36,6 @@ RESCALE_32: tl.constexpr = tl.constexpr(rescale_code(32))
 RESCALE_32_OPERANDS: tl.constexpr = tl.constexpr(rescale_operands(32))
 RESCALE_64: tl.constexpr = tl.constexpr(rescale_code(64))
 RESCALE_64_OPERANDS: tl.constexpr = tl.constexpr(rescale_operands(64))
-
-
-def weights_code(narrow: str, scaled: bool) -> str:
-    """PTX: weights of 32 scores of two rows, which have an offset and a sum of former weights each.
-
-    A weight is exp2(score * %m + offset), a row's offset -1 times a whole number near its largest
-    score. Weights are taken before it is known whether the offset still suits, which their sums
-    tell: a row that outgrew it has a sum over 2 ** SLACK. Only a warp with such a row, or with one
-    that has no offset yet, looks for the largest scores, scales what was and takes the weights
-    again. Half of the columns at a time, so that the registers of a half's scores are free then.
-
-    Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is
-    told; 32 scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first
-    octet of a row, its sum and its offset, and in the others the factor of what was before.
-    """
-    acc = 16
-    told = acc + 32 * scaled
-    score, offset, total = told + 32, told + 64, told + 96
-    code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %u0, %u1, %a0, %a1;"]
-    for row in (0, 1):
-        code.append(f"mov.f32 %n{row}, ${offset + 2 * row};")
-        code.append(f"mov.f32 %s{row}, ${total + 2 * row};")
-        code.append(f"mov.f32 %a{row}, 0f3F800000;")
-    code.append(f"setp.eq.f32 %grew, %n0, {NO_OFFSET_CODE};")
-    code.append(f"@!%grew setp.eq.f32 %grew, %n1, {NO_OFFSET_CODE};")
-    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
-    code.append("@%grew bra GROWN0;")
-    for half in (0, 1):
-        places = range(16 * half, 16 * half + 16)
-        weights = []
-        for i in places[::2]:
-            row = i // 2 % 2
-            for name, at in (("%x", i), ("%y", i + 1)):
-                weights.append(f"fma.rn.f32 {name}, ${score + at}, %m, %n{row};")
-                weights.append(f"ex2.approx.ftz.f32 {name}, {name};")
-            weights.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
-            if i < places[4]:
-                weights.append(f"add.f32 %u{row}, %x, %y;")
-            else:
-                weights.append("add.f32 %x, %x, %y;")
-                weights.append(f"add.f32 %u{row}, %u{row}, %x;")
-        code += weights
-        code.append(f"setp.gt.f32 %grew, %u0, {LIMIT_CODE};")
-        code.append(f"@!%grew setp.gt.f32 %grew, %u1, {LIMIT_CODE};")
-        code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
-        code.append(f"@!%grew bra KNOWN{half};")
-        code.append(f"GROWN{half}:")
-        for row in (0, 1):
-            own = [score + i for i in places if i // 2 % 2 == row]
-            code.append(f"max.f32 %u{row}, ${own[0]}, ${own[1]};")
-            code += [f"max.f32 %u{row}, %u{row}, ${i};" for i in own[2:]]
-        for lane in (1, 2):
-            for row in (0, 1):
-                code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")
-                code.append(f"max.f32 %u{row}, %u{row}, %x;")
-        for row in (0, 1):
-            code.append(f"neg.f32 %u{row}, %u{row};")
-            code.append(f"mul.f32 %u{row}, %u{row}, %m;")
-            code.append(f"cvt.rmi.f32.f32 %u{row}, %u{row};")
-            code.append(f"min.f32 %u{row}, %u{row}, %n{row};")
-            code.append(f"sub.f32 %y, %u{row}, %n{row};")
-            code.append(f"mov.f32 %n{row}, %u{row};")
-            code.append(f"ex2.approx.ftz.f32 %u{row}, %y;")  # a power of two, of the packed as well
-            code.append(f"mul.f32 %s{row}, %s{row}, %u{row};")
-            code.append(f"mul.f32 %a{row}, %a{row}, %u{row};")
-        if half:
-            code.append(".reg .b32 %g0, %g1;")
-            for row in (0, 1):
-                code.append(f"cvt.rn.{narrow}.f32 %g{row}, %u{row}, %u{row};")
-            code += [f"mul.{narrow} ${i}, ${i}, %g{i % 2};" for i in range(8)]
-        if scaled:
-            code += [f"mul.f32 ${acc + i}, ${acc + i}, %u{i // 2 % 2};" for i in range(32)]
-        code += weights
-        code.append(f"KNOWN{half}:")
-        code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
-    for i in range(32):
-        name = "a" if i > 3 else "sn"[i % 2]
-        code.append(f"mov.f32 ${told + i}, %{name}{i // 2 % 2};")
-    return " ".join(code)
-
-
-def weights_operands(scaled: bool) -> str:
-    """Constraints of ``weights_code``."""
-    results = [str(16 + i) for i in range(32)] if scaled else []
-    return ",".join(["=&r"] * 16 + ["=&f"] * (64 if scaled else 32) + ["f"] * 96 + results)
-
-
-def keep_code() -> str:
-    """PTX: 32 scores of two rows, -inf where a bit of a word is 0, in the order of the bits: ptxas
-    then moves seven bits at a time into predicates."""
-    places = [bit % 16 // 2 * 4 + bit // 16 * 2 + bit % 2 for bit in range(32)]
-    code = ["{", ".reg .b32 %bit;", ".reg .pred %kept;"]
-    for bit, at in enumerate(places):
-        code.append(f"and.b32 %bit, $64, {1 << bit};")
-        code.append("setp.ne.u32 %kept, %bit, 0;")
-        code.append(f"selp.f32 ${at}, ${at}, 0fFF800000, %kept;")
-    return " ".join([*code, "}"])
-
-
-KEEP: tl.constexpr = tl.constexpr(keep_code())
-KEEP_OPERANDS: tl.constexpr = tl.constexpr(
-    ",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["r"] * 32)
-)
-WEIGHTS_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", False))
-WEIGHTS_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", False))
-WEIGHTS_OPERANDS: tl.constexpr = tl.constexpr(weights_operands(False))
-SCALED_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", True))
-SCALED_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", True))
-SCALED_OPERANDS: tl.constexpr = tl.constexpr(weights_operands(True))
 
 
 @triton.jit

@@ -5,11 +5,11 @@ from functools import cache
 
 import numpy as np
 from ptx_warp import LANES, bits, floats, run, unpacked
-from stof_compile.kernels import softmax
+from stof_compile.kernels import hopper_weights, softmax
 
 ROWS, KEYS, TILES = 16, 64, 6  # of a warp, of a tile, one after another
 MULT = 0.125 * softmax.LOG2E.value
-NO_OFFSET = np.float32(softmax.NO_OFFSET.value)
+NO_OFFSET = np.float32(hopper_weights.NO_OFFSET.value)
 INF, NAN = np.inf, np.nan
 UNIT = {"f16x2": 2.0**-11, "bf16x2": 2.0**-8}  # error of a narrow number by rounding
 
@@ -67,7 +67,7 @@ class Warp:
         inputs = [*held(s), *self.offset[rows], *self.total[rows]]
         inputs += [*self.acc] if self.scaled else []
         text = weights_text(self.mult, self.narrow, self.scaled)
-        results, ran = run(text, softmax.weights_operands(self.scaled), bits(inputs))
+        results, ran = run(text, hopper_weights.weights_operands(self.scaled), bits(inputs))
         pairs = [unpacked(register, self.narrow) for register in results[:16]]
         weights = whole(np.stack([number for pair in pairs for number in pair]))
         told = floats(np.stack(results[-32:]))
@@ -103,7 +103,7 @@ def rescaled(acc, factor):
 def kept_scores(s, words):
     """``keep_code``: scores [16, 64], -inf where a lane's word has no bit for them."""
     inputs = [*bits(held(s)), *[words] * 32]
-    results, _ = run(softmax.keep_code(), softmax.KEEP_OPERANDS.value, inputs)
+    results, _ = run(hopper_weights.keep_code(), hopper_weights.KEEP_OPERANDS.value, inputs)
     return whole(floats(np.stack(results)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ptx_warp import LANES, floats, times
-from stof_compile.kernels import softmax
+from stof_compile.kernels import hopper_weights, softmax
 from weights_warp import (
     INF,
     KEYS,
@@ -135,8 +135,8 @@ def test_constants():
     def number(text):
         return floats(int(text[2:], 16))
 
-    assert number(softmax.NO_OFFSET_CODE) == NO_OFFSET
-    assert number(softmax.LIMIT_CODE) == 2**softmax.SLACK.value
+    assert number(hopper_weights.NO_OFFSET_CODE) == NO_OFFSET
+    assert number(hopper_weights.LIMIT_CODE) == 2**softmax.SLACK.value
 
 
 @both_widths
