@@ -142,6 +142,7 @@ def attention_hopper_forward(
     split = pieces > 1 and heavy_rows > 0
     planes = p.batch * p.heads
     units = planes * (p.rows + (heavy_rows * (pieces - 1) if split else 0))
+    programs, stages = without_spills(programs, stages, split, return_lse)
     if not q.is_cuda:
         raise ValueError(f"Hopper attention kernel: it runs on a GPU, not on {q.device}")
     refusal = hopper_refusal(
@@ -263,6 +264,12 @@ def widths(head_dim: int, programs: int) -> tuple[int, int]:
     if head_dim <= 64 or (head_dim > 96 and programs < 3):
         return next_power_of_two(head_dim), 0
     return 64, 16 if head_dim <= 80 else 32 if head_dim <= 96 else 64
+
+
+def without_spills(programs: int, stages: int, split: bool, return_lse: bool) -> tuple[int, int]:
+    """(programs, stages) that are launched: four programs lack the registers for pieces of long
+    rows and a log-sum-exp in one kernel, three have them."""
+    return (3, 3) if programs == 4 and split and return_lse else (programs, stages)
 
 
 def ring(stages: int) -> int:

@@ -53,7 +53,7 @@ LIKELY_S = 20.0  # that a form takes elsewhere, while not known: 23 to 39 on bus
 # torch.compile runs it took elsewhere. To load it where Inductor has it in its cache: 0.08 to 0.17
 # on H100 hosts (LLaMA, T5, BERT, GPT2 at 1 x 128), 0.19 on a CPU; one run each. The rest is for the
 # fused form, which is compiled here: without it BERT-base took 66 to 72 s of a budget of 60.
-LOADING_SHARE = 0.35
+FORM_SHARE = 0.35
 
 
 class Forms:
@@ -129,9 +129,9 @@ class Forms:
         workers = self._workers
         if workers is not None and workers.has(AS_TORCH):
             if workers.done(AS_TORCH):
-                return LOADING_SHARE * workers.seconds(AS_TORCH)
+                return FORM_SHARE * workers.seconds(AS_TORCH)
             if not workers.failed(AS_TORCH):
-                return LOADING_SHARE * max(LIKELY_S, workers.seconds(AS_TORCH))
+                return FORM_SHARE * max(LIKELY_S, workers.seconds(AS_TORCH))
             self._workers = None
             if not self._budget.stopped:  # Ctrl-C ends those processes, too
                 self._compile_ahead()

@@ -267,7 +267,7 @@ def test_other_processes_compile_the_forms(
         f"sent: {AS_TORCH}", "sent: attention only", "search", "timed",
         f"waited: {AS_TORCH}", "timed", "waited: attention only", "timed",
     ]  # fmt: skip
-    assert told == [pytest.approx(forms.LOADING_SHARE * 20.0)]
+    assert told == [pytest.approx(forms.FORM_SHARE * 20.0)]
     assert record.graphs[0].timings_s["form ahead"] > 0 and not made.closed
     targets = [[node.target for node in gm.graph.nodes] for gm in made.sent.values()]
     sdpa = nn.functional.scaled_dot_product_attention
