@@ -18,6 +18,7 @@ from .memo import remember
 from .merge_kernel import merge_rows_kernel
 from .problem import (
     LOG2E,
+    AttentionProblem,
     TileMask,
     broadcast_strides,
     check_problem,
@@ -27,11 +28,15 @@ from .problem import (
 )
 
 TILE = 64
+PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
 WORDS = 128  # 32-bit mask words of a tile
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
 # The compiler takes them from the producer warp and gives them to the consumers.
 _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
+# The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
+# multiprocessor to itself, and of its consumers.
+_PAIR_REGISTERS, _PAIR_CONSUMER = 168, 232
 _MAX_UNITS = 2**31 - 2**20  # unit numbers are 32-bit; every worker asks for one past the end
 
 
@@ -42,6 +47,7 @@ class _Known(NamedTuple):
     head_dim: int
     has_part: bool
     has_tail: bool
+    pairs: bool
     pieces: tuple[int, ...]  # arguments of new_pieces behind q; empty where no row is cut
     merge: Repeat | None  # of their results
 
@@ -100,6 +106,7 @@ def attention_hopper_forward(
     stages: int,
     heavy_rows: int,
     pieces: int,
+    uneven: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Launch the Hopper kernel.
@@ -116,6 +123,7 @@ def attention_hopper_forward(
         stages: pairs of key and value tiles in flight; 1: a pair and the next keys.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
+        uneven: the other rows have unequal numbers of tiles.
         return_lse: also return the log-sum-exp of the masked scores.
 
     Returns:
@@ -127,7 +135,7 @@ def attention_hopper_forward(
         ValueError: a size or array that the kernel does not take.
     """
     arrays = TileMask(*mask)
-    numbers = scale, programs, stages, heavy_rows, pieces, return_lse
+    numbers = scale, programs, stages, heavy_rows, pieces, uneven, return_lse
     asked = (*map(layout, (q, k, v, *arrays)), *numbers)
     known = _known.get(asked)
     if known is not None and known.repeat.here:
@@ -135,14 +143,23 @@ def attention_hopper_forward(
         _repeat(known, q, k, v, out, lse, arrays)
         return out.transpose(1, 2), lse
     from .hopper_kernel import attention_hopper_kernel
+    from .hopper_pair_kernel import attention_hopper_pair_kernel
 
-    p = check_problem(q, k, v, arrays, None, None, TILE, TILE, fragments=True)
+    keys = arrays.bitmap.shape[-1] // 2  # of a tile
+    pairs = keys == PAIR_KEYS  # tile rows two at a time
+    p = check_problem(
+        q, k, v, arrays, None, None, TILE, keys if pairs else TILE, fragments=True
+    )  # fmt: skip
     head_dim = p.head_dim
     heavy_rows = max(0, min(heavy_rows, p.rows))
-    split = pieces > 1 and heavy_rows > 0
+    split = pieces > 1 and heavy_rows > 0 and not pairs
     planes = p.batch * p.heads
-    units = planes * (p.rows + (heavy_rows * (pieces - 1) if split else 0))
-    programs, stages = without_spills(programs, stages, split, return_lse)
+    slots = -(-p.rows // 2) if pairs else p.rows  # units of a head
+    # an odd row is alone in the first pair; heavy ones are in a pair each at worst
+    heavy = min(slots, heavy_rows + p.rows % 2) if pairs and heavy_rows else heavy_rows
+    units = planes * (slots + (heavy_rows * (pieces - 1) if split else 0))
+    if not pairs:
+        programs, stages = without_spills(programs, stages, split, return_lse)
     if not q.is_cuda:
         raise ValueError(f"Hopper attention kernel: it runs on a GPU, not on {q.device}")
     refusal = hopper_refusal(
@@ -153,8 +170,9 @@ def attention_hopper_forward(
         max(units, 1),
         plain=scale > 0,
     )
-    if refusal is None and programs not in _REGISTERS:
-        refusal = f"programs must be one of {sorted(_REGISTERS)}, not {programs}"
+    sizes = [1] if pairs else sorted(_REGISTERS)
+    if refusal is None and programs not in sizes:
+        refusal = f"with tiles of {keys} keys programs must be one of {sizes}, not {programs}"
     if refusal is None and stages < 1:
         refusal = f"stages must be at least 1, not {stages}"
     if refusal is not None:
@@ -164,17 +182,19 @@ def attention_hopper_forward(
         return out.transpose(1, 2), lse
     if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
-    block_d, tail_d = widths(head_dim, programs)
+    block_d, tail_d = (next_power_of_two(head_dim), 0) if pairs else widths(head_dim, programs)
     held = [_for_tma(t) for t in (p.q, p.k, p.v)]
     tiled = (*held, out.transpose(1, 2))
     has_part = arrays.bitmap.shape[0] > 0
     fragments = arrays.bitmap if has_part else _no_fragments(arrays)
-    operands: list[Any] = [_tiles(t, block_d) for t in tiled]
-    operands.append(
-        Descriptor(fragments, fragments.shape, (WORDS, 1), (1, WORDS), _layout(0, 32, 2))
-    )
-    operands += [_tiles(t, tail_d) if tail_d else 0 for t in tiled]
+    heights = (TILE, keys, keys, TILE) if pairs else (TILE,) * 4
+    operands: list[Any] = [_tiles(t, h, block_d) for t, h in zip(tiled, heights, strict=True)]
+    of_words = fragments.shape, (fragments.shape[1], 1), (1, WORDS), _layout(0, 32, 2)
+    operands.append(Descriptor(fragments, *of_words))
+    if not pairs:
+        operands += [_tiles(t, TILE, tail_d) if tail_d else 0 for t in tiled]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
+    last_heads = _last_heads(p, slots, workers) if uneven else 1
     with on_device(q):
         queue = _new_queue(arrays)
         cut = (planes, heavy_rows, pieces, TILE, block_d + tail_d) if split else ()
@@ -183,27 +203,33 @@ def attention_hopper_forward(
             *operands, lse if return_lse else queue, queue,
             arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
-            planes, p.heads, p.q_len, p.rows, heavy_rows, pieces if split else 1,
-            *(parts or (queue, queue)),
+            planes, p.heads, p.q_len, p.rows, heavy, last_heads,
         ]  # fmt: skip
-        constants = {
-            "MULT": float(scale) * LOG2E,
-            "BLOCK_D": block_d,
-            "TAIL_D": tail_d,
-            "RING": ring(stages),
-            "Q_SLOTS": query_slots(block_d + tail_d, programs),
+        first = {"MULT": float(scale) * LOG2E, "BLOCK_D": block_d}
+        of_mask = {
             "GROUP": p.group,
             "SINGLE_PLANE": p.single_plane,
             "HAS_PART": has_part,
             "RETURN_LSE": return_lse,
-            "SPLIT": split,
         }
-        options = {"num_warps": 4, "maxnreg": _REGISTERS[programs], "launch_pdl": True}
-        repeat = launch(attention_hopper_kernel, min(workers, units), arguments, constants, options)
+        if pairs:
+            registers = _PAIR_REGISTERS
+            slots_of = {"STAGES": max(stages, 2), "Q_SLOTS": 2}
+            constants = {**first, **slots_of, **of_mask, "REGISTERS": _PAIR_CONSUMER}
+            kernel = attention_hopper_pair_kernel
+        else:
+            registers = _REGISTERS[programs]
+            arguments += [pieces if split else 1, *(parts or (queue, queue))]
+            slots = query_slots(block_d + tail_d, programs)
+            narrow = {"TAIL_D": tail_d, "RING": ring(stages), "Q_SLOTS": slots}
+            constants = {**first, **narrow, **of_mask, "SPLIT": split}
+            kernel = attention_hopper_kernel
+        options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
+        repeat = launch(kernel, min(workers, units), arguments, constants, options)
         merge = None if parts is None else _merge(parts, arrays, out, lse)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
     if repeat is not None and not copied and (parts is None or merge is not None):
-        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, cut, merge))
+        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, pairs, cut, merge))
     return out.transpose(1, 2), lse
 
 
@@ -218,7 +244,7 @@ def _repeat(
     known.repeat(
         q, k, v, out, fragments, *tails, lse if lse.numel() else queue, queue,
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
-        mask.row_order, *(parts or (queue, queue)),
+        mask.row_order, *(parts or (() if known.pairs else (queue, queue))),
     )  # fmt: skip
     if parts is not None and known.merge is not None:
         known.merge(*merged(parts, mask, out, lse))
@@ -229,6 +255,19 @@ def _merge(parts: Pieces, mask: TileMask, out: Tensor, lse: Tensor) -> Repeat | 
     programs, arguments, constants = merging(parts, mask, out, lse)
     options = {"num_warps": WARPS, "launch_pdl": True}
     return launch(merge_rows_kernel, programs, arguments, {**constants, "PDL": True}, options)
+
+
+def _last_heads(p: AttentionProblem, units: int, workers: int) -> int:
+    """Heads that are computed together in the end, so that the longest units are begun before the
+    last rounds: four units for every worker, where the keys and values stay in the L2 cache.
+
+    Args:
+        units: of a head.
+    """
+    cache = getattr(torch.cuda.get_device_properties(p.k.device), "L2_cache_size", 0)
+    of_head = max(1, (p.k[0, 0].numel() + p.v[0, 0].numel()) * p.k.element_size() // p.group)
+    heads = min(-(-4 * workers // max(1, units)), cache * 6 // 10 // of_head)
+    return max(1, min(p.batch * p.heads, heads))
 
 
 def _new_queue(mask: TileMask) -> Tensor:
@@ -249,10 +288,10 @@ def _layout(swizzle: int, bits: int, rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
 
 
-def _tiles(tensor: Tensor, columns: int) -> Descriptor:
-    """Tiles of so many columns of a [batch, heads, rows, head_dim] tensor."""
+def _tiles(tensor: Tensor, rows: int, columns: int) -> Descriptor:
+    """Tiles of so many rows and columns of a [batch, heads, rows, head_dim] tensor."""
     layout = _layout(min(2 * columns, 128), 16, 4)
-    return Descriptor(tensor, tensor.shape, _strides(tensor), (1, 1, TILE, columns), layout)
+    return Descriptor(tensor, tensor.shape, _strides(tensor), (1, 1, rows, columns), layout)
 
 
 def widths(head_dim: int, programs: int) -> tuple[int, int]:

@@ -33,8 +33,10 @@ from .hopper_registers import (
     rescaled,
     spread,
     weighed,
+    weighed_and_scaled,
     without,
 )
+from .hopper_units import unit_place
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
 
@@ -53,7 +55,7 @@ def produce(
     q_full, q_empty, kv_full, kv_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
-    batch_heads, heads, rows, heavy_rows, pieces,
+    batch_heads, heads, rows, heavy_rows, last_heads, pieces,
     BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, RING: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -67,20 +69,14 @@ def produce(
     if SPLIT:  # a unit is a piece of a heavy row, or one of the other rows
         heavy_units *= pieces
         units += heavy_rows * (pieces - 1) * batch_heads
-    light_rows = gl.maximum(rows - heavy_rows, 1)
     turn = 0
     step = 0
     number = gl.program_id(0)  # the queue hands out what follows the first unit of every worker
     while number >= 0:
-        # -- unit: the heavy rows of all heads, then the others head by head ----
         after = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
-        slot = number // batch_heads
-        bh = number - slot * batch_heads
-        if number >= heavy_units:
-            bh = (number - heavy_units) // light_rows
-            slot = heavy_rows + (number - heavy_units) - bh * light_rows
-        b = bh // heads
-        h = bh - b * heads
+        b, h, slot = unit_place(
+            number, batch_heads, heads, rows, heavy_rows, heavy_units, last_heads
+        )  # fmt: skip
         piece = 0
         if SPLIT:
             piece = slot % pieces
@@ -235,7 +231,13 @@ def consume(
                         s = kept_scores(s, words)
 
                 # -- online softmax ----
-                p, offset, total, alpha, acc = weighed(s, offset, total, acc, MULT, BLOCK_D, dtype)
+                if BLOCK_D == ROWS:
+                    p, offset, total, alpha, acc = weighed_and_scaled(
+                        s, offset, total, acc, MULT, dtype
+                    )
+                else:
+                    p, offset, total, alpha = weighed(s, offset, total, MULT, dtype)
+                    acc = rescaled(acc, alpha, BLOCK_D)
                 if TAIL_D == ROWS:
                     acc_tail = rescaled(acc_tail, alpha, TAIL_D)
                 elif TAIL_D > 0:
@@ -318,7 +320,7 @@ def consume(
 
 _NUMBERS = [
     "plane_stride_b", "plane_stride_h", "batch_heads", "heads", "q_len", "rows", "heavy_rows",
-    "pieces",
+    "last_heads", "pieces",
 ]  # fmt: skip
 
 
@@ -328,7 +330,7 @@ def attention_hopper_kernel(
     q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, lse, queue,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
-    batch_heads, heads, q_len, rows, heavy_rows, pieces, partial, partial_stats,
+    batch_heads, heads, q_len, rows, heavy_rows, last_heads, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     RING: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
@@ -382,7 +384,7 @@ def attention_hopper_kernel(
                     q_full, q_empty, kv_full, kv_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
-                    batch_heads, heads, rows, heavy_rows, pieces,
+                    batch_heads, heads, rows, heavy_rows, last_heads, pieces,
                     BLOCK_D, TAIL_D, RING, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
                 ),
             ),

@@ -12,6 +12,9 @@ from .hopper_weights import (
     WEIGHTS_BF16,
     WEIGHTS_F16,
     WEIGHTS_OPERANDS,
+    WIDE_BF16,
+    WIDE_F16,
+    WIDE_OPERANDS,
 )
 from .softmax import RESCALE_32, RESCALE_32_OPERANDS, RESCALE_64, RESCALE_64_OPERANDS
 
@@ -81,6 +84,13 @@ def weights_code(mult, dtype, scaled):
 
 
 @gluon.constexpr_function
+def wide_weights_code(mult, dtype):
+    """``hopper_weights.wide_weights_code`` with the factor of the scores."""
+    code = WIDE_BF16.value if dtype == gl.bfloat16 else WIDE_F16.value
+    return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
+
+
+@gluon.constexpr_function
 def octet_layout(octets):
     """Where the consumer's threads hold 64 rows of scores or results, as [row, octet, lane pair,
     column of the pair]."""
@@ -114,43 +124,79 @@ def _last(a, b):
 
 
 @gluon.jit
-def weighed(
-    s, offset, total, acc, MULT: gl.constexpr, BLOCK_D: gl.constexpr, dtype: gl.constexpr
-):  # fmt: skip
-    """(weights, offset, sums, factor of the former result, result) of a tile of scores.
-
-    Offset, sums and factor are [64, 4], a thread's own. At head dim 64 the result comes scaled.
-    """
-    rows: gl.constexpr = offset.type.layout
-    layout: gl.constexpr = s.type.layout
-    scaled: gl.constexpr = BLOCK_D == ROWS
-    code: gl.constexpr = weights_code(MULT, dtype, scaled)
-    offsets = spread(offset, ROWS, layout)
-    sums = spread(total, ROWS, layout)
-    if scaled:
-        args = [s, offsets, sums, acc]
-        if dtype == gl.bfloat16:
-            p, acc, told = gl.inline_asm_elementwise(
-                code, SCALED_OPERANDS, args, (gl.bfloat16, gl.float32, gl.float32), False, 32
-            )
-        else:
-            p, acc, told = gl.inline_asm_elementwise(
-                code, SCALED_OPERANDS, args, (gl.float16, gl.float32, gl.float32), False, 32
-            )
-    else:
-        args = [s, offsets, sums]
-        if dtype == gl.bfloat16:
-            p, told = gl.inline_asm_elementwise(
-                code, WEIGHTS_OPERANDS, args, (gl.bfloat16, gl.float32), False, 32
-            )
-        else:
-            p, told = gl.inline_asm_elementwise(
-                code, WEIGHTS_OPERANDS, args, (gl.float16, gl.float32), False, 32
-            )
+def _told(told, rows: gl.constexpr):
+    """(offset, sums, factor of the former result), [64, 4], of what ``weights_code`` tells."""
     sums, offsets = gl.split(gl.reshape(told, [ROWS, 8, 4, 2]))
     alpha = gl.convert_layout(gl.reduce(sums, 1, _last), rows, assert_trivial=True)
     total = gl.convert_layout(gl.reduce(sums, 1, _first), rows, assert_trivial=True)
     offset = gl.convert_layout(gl.reduce(offsets, 1, _first), rows, assert_trivial=True)
-    if not scaled:
-        acc = rescaled(acc, alpha, BLOCK_D)
+    return offset, total, alpha
+
+
+@gluon.jit
+def weighed(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
+    """(weights, offset, sums, factor of the former result) of a tile of scores.
+
+    Offset, sums and factor are [64, 4], a thread's own.
+    """
+    layout: gl.constexpr = s.type.layout
+    code: gl.constexpr = weights_code(MULT, dtype, False)
+    args = [s, spread(offset, ROWS, layout), spread(total, ROWS, layout)]
+    if dtype == gl.bfloat16:
+        p, told = gl.inline_asm_elementwise(
+            code, WEIGHTS_OPERANDS, args, (gl.bfloat16, gl.float32), False, 32
+        )
+    else:
+        p, told = gl.inline_asm_elementwise(
+            code, WEIGHTS_OPERANDS, args, (gl.float16, gl.float32), False, 32
+        )
+    rows: gl.constexpr = offset.type.layout
+    offset, total, alpha = _told(told, rows)
+    return p, offset, total, alpha
+
+
+@gluon.jit
+def weighed_and_scaled(s, offset, total, acc, MULT: gl.constexpr, dtype: gl.constexpr):
+    """The same and the former result [64, 64], scaled."""
+    layout: gl.constexpr = s.type.layout
+    code: gl.constexpr = weights_code(MULT, dtype, True)
+    args = [s, spread(offset, ROWS, layout), spread(total, ROWS, layout), acc]
+    if dtype == gl.bfloat16:
+        p, acc, told = gl.inline_asm_elementwise(
+            code, SCALED_OPERANDS, args, (gl.bfloat16, gl.float32, gl.float32), False, 32
+        )
+    else:
+        p, acc, told = gl.inline_asm_elementwise(
+            code, SCALED_OPERANDS, args, (gl.float16, gl.float32, gl.float32), False, 32
+        )
+    rows: gl.constexpr = offset.type.layout
+    offset, total, alpha = _told(told, rows)
     return p, offset, total, alpha, acc
+
+
+@gluon.jit
+def column_halves(s):
+    """The left and the right 64 columns of scores [64, 128]."""
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    left, right = s.reshape([ROWS, 2, ROWS]).permute((0, 2, 1)).split()
+    left = gl.convert_layout(left, half, assert_trivial=True)
+    return left, gl.convert_layout(right, half, assert_trivial=True)
+
+
+@gluon.jit
+def weighed_halves(left, right, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
+    """``weighed`` of 128 columns: (weights of both halves, offset, sums, factor of the former)."""
+    layout: gl.constexpr = left.type.layout
+    code: gl.constexpr = wide_weights_code(MULT, dtype)
+    args = [left, right, spread(offset, ROWS, layout), spread(total, ROWS, layout)]
+    if dtype == gl.bfloat16:
+        p, r, told = gl.inline_asm_elementwise(
+            code, WIDE_OPERANDS, args, (gl.bfloat16, gl.bfloat16, gl.float32), False, 32
+        )
+    else:
+        p, r, told = gl.inline_asm_elementwise(
+            code, WIDE_OPERANDS, args, (gl.float16, gl.float16, gl.float32), False, 32
+        )
+    rows: gl.constexpr = offset.type.layout
+    offset, total, alpha = _told(told, rows)
+    return p, r, offset, total, alpha

@@ -108,6 +108,73 @@ def keep_code() -> str:
     return " ".join([*code, "}"])
 
 
+def wide_weights_code(narrow: str) -> str:
+    """The same for 64 scores of two rows, 32 of either half of 128 columns, and all at once: for
+    consumers that have the registers for it, and too few neighbours to wait in the meantime.
+
+    Registers: 16 of packed weights of the left half, 16 of the right one, 32 of what is told; 32
+    scores of either half, 32 offsets, 32 sums.
+    """
+    told, score, offset, total = 32, 64, 128, 160
+    code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %a0, %a1;"]
+    code.append(".reg .f32 %u0, %u1, %v0, %v1;")  # two sums a row: none waits for the other
+    for row in (0, 1):
+        code.append(f"mov.f32 %n{row}, ${offset + 2 * row};")
+        code.append(f"mov.f32 %s{row}, ${total + 2 * row};")
+        code.append(f"mov.f32 %a{row}, 0f3F800000;")
+    code.append(f"setp.eq.f32 %grew, %n0, {NO_OFFSET_CODE};")
+    code.append(f"@!%grew setp.eq.f32 %grew, %n1, {NO_OFFSET_CODE};")
+    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
+    code.append("@%grew bra GROWN;")
+    weights = []
+    for i in range(0, 64, 2):
+        row = i // 2 % 2
+        of = f"{'uv'[i // 4 % 2]}{row}"
+        for name, at in (("%x", i), ("%y", i + 1)):
+            weights.append(f"fma.rn.f32 {name}, ${score + at}, %m, %n{row};")
+            weights.append(f"ex2.approx.ftz.f32 {name}, {name};")
+        weights.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
+        if i < 8:
+            weights.append(f"add.f32 %{of}, %x, %y;")
+        else:
+            weights.append("add.f32 %x, %x, %y;")
+            weights.append(f"add.f32 %{of}, %{of}, %x;")
+    weights += [f"add.f32 %u{row}, %u{row}, %v{row};" for row in (0, 1)]
+    code += weights
+    code.append(f"setp.gt.f32 %grew, %u0, {LIMIT_CODE};")
+    code.append(f"@!%grew setp.gt.f32 %grew, %u1, {LIMIT_CODE};")
+    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
+    code.append("@!%grew bra KNOWN;")
+    code.append("GROWN:")
+    for row in (0, 1):
+        own = [score + i for i in range(64) if i // 2 % 2 == row]
+        code.append(f"max.f32 %u{row}, ${own[0]}, ${own[1]};")
+        code += [f"max.f32 %u{row}, %u{row}, ${i};" for i in own[2:]]
+    for lane in (1, 2):
+        for row in (0, 1):
+            code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")
+            code.append(f"max.f32 %u{row}, %u{row}, %x;")
+    for row in (0, 1):
+        code.append(f"neg.f32 %u{row}, %u{row};")
+        code.append(f"mul.f32 %u{row}, %u{row}, %m;")
+        code.append(f"cvt.rmi.f32.f32 %u{row}, %u{row};")
+        code.append(f"min.f32 %u{row}, %u{row}, %n{row};")
+        code.append(f"sub.f32 %y, %u{row}, %n{row};")
+        code.append(f"mov.f32 %n{row}, %u{row};")
+        code.append(f"ex2.approx.ftz.f32 %a{row}, %y;")
+        code.append(f"mul.f32 %s{row}, %s{row}, %a{row};")
+    code += weights
+    code.append("KNOWN:")
+    code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
+    for i in range(32):
+        name = "a" if i > 3 else "sn"[i % 2]
+        code.append(f"mov.f32 ${told + i}, %{name}{i // 2 % 2};")
+    return " ".join(code)
+
+
+WIDE_F16: tl.constexpr = tl.constexpr(wide_weights_code("f16x2"))
+WIDE_BF16: tl.constexpr = tl.constexpr(wide_weights_code("bf16x2"))
+WIDE_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 32 + ["=&f"] * 32 + ["f"] * 128))
 KEEP: tl.constexpr = tl.constexpr(keep_code())
 KEEP_OPERANDS: tl.constexpr = tl.constexpr(
     ",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["r"] * 32)

@@ -103,7 +103,7 @@ def check_problem(
         bias: added to the scores, broadcastable to [batch, heads, q_len, k_len], or None.
         block_q: query rows of a tile.
         block_k: keys of a tile.
-        fragments: the bitmap is the mask's fragments, int32 [tiles, 128], for the Hopper kernel.
+        fragments: the bitmap is the mask's fragments, int32 [tiles, 2 * block_k], for the Hopper kernels.
         rounded: q, k and v are e4m3 with these scales, and the keys of v have unit stride.
 
     Raises:
@@ -151,7 +151,9 @@ def check_problem(
             block >= 16 and block & (block - 1) == 0, f"{name} must be a power of two >= 16", block
         )
     rows = -(-q_len // block_q)
-    words = (torch.int32, 128) if fragments else (torch.int64, block_q // 8 * (block_k // 8))
+    words = (
+        (torch.int32, 2 * block_k) if fragments else (torch.int64, block_q // 8 * (block_k // 8))
+    )
     single_plane = _check_mask(mask, q, rows, block_q, words)
     if rounded is None:
         q, k, v = (_with_unit_stride(t) for t in (q, k, v))

@@ -25,7 +25,7 @@ _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
 _PLAIN_BITMAP = 20  # of attention_block
 # Positions of fields of a BlockConfig, and of tf32 in the config of each kernel.
-_NUM_WARPS, _STAGES, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 9, 10, 11, 12
+_NUM_WARPS, _STAGES, _HEADS_FAST, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 5, 9, 10, 11, 12
 _TF32 = {"block": 8, "row": 6, "gather": 5}
 _WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
@@ -68,7 +68,7 @@ def attention_block(
         out, lse = torch.ops.stof.attention_hopper(
             q, k, v, plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
             scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
-            return_lse,
+            bool(config[_HEADS_FAST]), return_lse,
         )  # fmt: skip
         return out, lse
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
@@ -169,7 +169,8 @@ def hopper_programs(config: Sequence[int]) -> int:
 
 
 def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list[int]:
-    """The config with this mask's number of heavy rows, and the pieces each is cut into.
+    """The config with this mask's number of heavy rows, the pieces each is cut into, and on Hopper
+    whether the others are uneven.
 
     Args:
         config: fields of a BlockConfig. planes: batch times heads.
@@ -179,7 +180,10 @@ def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list
     pieces = row_pieces(mask, planes, programs, queued=hopper > 0)
     heavy_rows = mask.heavy_rows if hopper or pieces > 1 else 0
     registers = config[_REGISTERS] if len(config) > _REGISTERS else 0
-    return [*config[:_HEAVY_ROWS], heavy_rows, registers, pieces]
+    found = [*config[:_HEAVY_ROWS], heavy_rows, registers, pieces]
+    if hopper:
+        found[_HEADS_FAST] = int(mask.uneven)
+    return found
 
 
 @torch.library.custom_op("stof::attention_backward", mutates_args=())

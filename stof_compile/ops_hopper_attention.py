@@ -16,7 +16,8 @@ _LIBRARY = torch.library.Library("stof", "FRAGMENT")
 _LIBRARY.define(
     "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
     "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
-    "float scale, int programs, int stages, int heavy_rows, int pieces, bool return_lse) "
+    "float scale, int programs, int stages, int heavy_rows, int pieces, bool uneven, "
+    "bool return_lse) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
@@ -38,6 +39,7 @@ def _attention_hopper(
     stages: int,
     heavy_rows: int,
     pieces: int,
+    uneven: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/."""
@@ -45,7 +47,7 @@ def _attention_hopper(
 
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, fragments, row_order)
     return attention_hopper_forward(
-        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, return_lse
+        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, uneven, return_lse
     )
 
 

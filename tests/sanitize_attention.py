@@ -99,7 +99,7 @@ def _backward(case):
 
 def _hopper_attention(
     rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0, pieces=1,
-    stages=2,
+    stages=2, keys=64,
 ):  # fmt: skip
     import test_hopper
     from close import assert_close
@@ -110,14 +110,14 @@ def _hopper_attention(
 
     batch, heads, (q_len, k_len) = 2, 4, lengths
     spec = test_hopper.rules()[rule]
-    mask = build_block_mask(spec, q_len, k_len, 64, batch=batch, heads=heads)
+    mask = build_block_mask(spec, q_len, k_len, (64, keys), batch=batch, heads=heads)
     generator = torch.Generator().manual_seed(1)
     draw = partial(torch.randn, generator=generator)
     q = draw(batch, q_len, heads, head_dim).to(dtype).transpose(1, 2)  # strided, as in models
     k, v = draw(2, batch, heads // group, k_len, head_dim).to(dtype)
     scale = head_dim**-0.5
     out, lse = on_gpu(attention_hopper_forward)(
-        q, k, v, list(mask.hopper_tensors), scale, programs, stages, heavy, pieces, True
+        q, k, v, list(mask.hopper_tensors), scale, programs, stages, heavy, pieces, heavy > 0, True
     )
     wanted, wanted_lse = attention_reference(
         q.double(), k.double(), v.double(), mask.to_dense(), None, None, scale, 0.0, True
@@ -209,6 +209,9 @@ def _cases():
         "pieces": ("planes", 96, 2, 2, torch.float16, (330, 330), 3, 2),
         # more tile rows than workers: they take several of them
         "several": ("bigbird", 64, 1, 4, torch.float16, (1210, 1210), 2),
+        "pairs": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 2, 128),
+        "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 3, 128),
+        "pairs-several": ("bigbird", 104, 1, 1, torch.float16, (2420, 2420), 2, 1, 2, 128),
         "several-halves": ("bigbird", 128, 1, 1, torch.float16, (2420, 2420), 2, 1, 1),
     }, "hopper")  # fmt: skip
 

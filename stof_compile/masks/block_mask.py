@@ -22,6 +22,7 @@ from stof_compile.masks.fragments import to_fragments
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
 from stof_compile.masks.packed_columns import PackedColumns, pack_columns, packed_tiles
+from stof_compile.masks.row_order import UNEVEN, pair_order, slot_lengths
 from stof_compile.masks.spec import MaskSpec, digest
 
 
@@ -95,20 +96,28 @@ class BlockMask:
 
     @property
     def hopper_tensors(self) -> tuple[Tensor, ...]:
-        """The same with the fragments in place of the bitmap, as the Hopper kernel takes them."""
-        return (*self.tensors[:5], self.fragments, self.row_order)
+        """The same with the fragments in place of the bitmap, as the Hopper kernels take them; in
+        tiles of 128 keys with rows ordered by pairs."""
+        order = self.row_order if self.block_k == 64 else self._pair_order
+        return (*self.tensors[:5], self.fragments, order)
+
+    @cached_property
+    def _pair_order(self) -> Tensor:
+        rows = (self.row_ptr, self.planes, self.rows)
+        return self._derive("order of pairs of rows", lambda: pair_order(*rows))
 
     @cached_property
     def fragments(self) -> Tensor:
-        """The bitmap in the order the Hopper kernel reads it, int32 [U, 128]; tiles of 64 x 64. Not
-        to be made while a CUDA stream is capturing: the host waits.
+        """The bitmap in the order the Hopper kernels read it, int32 [U, 2 * block_k]; tiles of
+        64 x 64 or 64 x 128. Not to be made while a CUDA stream is capturing: the host waits.
 
         Raises:
             StofMaskError: another tile size.
         """
-        if (self.block_q, self.block_k) != (64, 64):
+        if (self.block_q, self.block_k) not in ((64, 64), (64, 128)):
             raise StofMaskError(
-                f"fragments exist for tiles of 64 x 64, not {self.block_q} x {self.block_k}"
+                "fragments exist for tiles of 64 x 64 and 64 x 128, not "
+                f"{self.block_q} x {self.block_k}"
             )
         host = vars(self).get(HOST)
         return self._derive(
@@ -223,12 +232,20 @@ class BlockMask:
     @of_contents
     def heavy_rows(self) -> int:
         """Leading entries of ``row_order`` whose rows have over twice the mean number of tiles."""
-        if self.planes == 0 or self.rows == 0:
-            return 0
-        tiles = self.row_ptr.diff().reshape(self.planes, self.rows)
-        ordered = tiles.gather(1, self.row_order.reshape(self.planes, self.rows).long())
-        slots = ordered.double().mean(0)
+        slots = self._slots
         return int((slots > 2 * slots.mean()).sum())
+
+    @of_contents
+    def uneven(self) -> bool:
+        """True when rows that are not heavy have unequal numbers of tiles."""
+        slots = self._slots[self.heavy_rows :]
+        return bool((slots > UNEVEN * slots.mean()).any())
+
+    @of_contents
+    def _slots(self) -> Tensor:
+        empty = self.planes == 0 or self.rows == 0
+        order = (self.row_ptr, self.row_order, self.planes, self.rows)
+        return torch.zeros(0) if empty else slot_lengths(*order)
 
     def statistics(self) -> dict[str, Any]:
         """Facts of the mask as plain data, for choosing a kernel and for reports."""
@@ -236,23 +253,9 @@ class BlockMask:
 
     @of_contents
     def _statistics(self) -> dict[str, Any]:  # each layer asks, and the host waits for counts
-        return {
-            "q_len": self.q_len,
-            "k_len": self.k_len,
-            "block": [self.block_q, self.block_k],
-            "planes": self.planes,
-            "q_offset": self.q_offset,
-            "density": round(self.density, 6),
-            "full_tiles": self.full_tiles,
-            "part_tiles": self.part_tiles,
-            "empty_tiles": self.empty_tiles,
-            "max_row_tiles": self.max_row_tiles,
-            "has_empty_rows": self.has_empty_rows,
-            "bitmaps": self.bitmap.shape[0],
-            "band": None if self.band is None else self.band.as_ints(),
-            "is_band": self.is_band,
-            "nbytes": self.nbytes,
-        }
+        from stof_compile.masks.statistics import statistics
+
+        return statistics(self)
 
     @of_contents
     def tile_map(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tile contents in the order a Hopper warp group holds a 64 x 64 tile of scores.
+"""Tile contents in the order a Hopper warp group holds 64 x 64 scores.
 
 Thread t of 128 holds rows 16 w + r and 16 w + r + 8 (w = t // 32, r = t // 4 % 8) and of every
 octet of columns the pair at 2 (t % 4). Its 32 scores are the bits of one word: bit 16 i + 2 j + c
@@ -17,19 +17,25 @@ _CHUNK = 4096  # tiles unpacked at once: 64 MB
 
 
 def to_fragments(words: Tensor) -> Tensor:
-    """Reorder the bitmaps of 64 x 64 tiles: int64 [N, 64] to int32 [N, 128]."""
-    return torch.cat(
-        [_reorder(part) for part in words.split(_CHUNK)]
-        or [torch.empty((0, 128), dtype=torch.int32, device=words.device)]
-    )
+    """Reorder the bitmaps of 64 x 64 tiles: int64 [N, 64] to int32 [N, 128]. Tiles of 64 x 128 have
+    twice as many of both: those of the left 64 columns, then of the right ones.
+    """
+    parts = words.reshape(-1, 64).split(_CHUNK)  # a bitmap goes by columns
+    if words.numel():
+        made = torch.cat([_reorder(part) for part in parts])
+    else:
+        made = torch.empty(0, dtype=torch.int32, device=words.device)
+    return made.view(words.shape[0], 2 * words.shape[1])
 
 
 def from_fragments(fragments: Tensor) -> Tensor:
-    """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64]."""
-    return torch.cat(
-        [_restore(part) for part in fragments.split(_CHUNK)]
-        or [torch.empty((0, 64), dtype=torch.int64, device=fragments.device)]
-    )
+    """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64], or twice as many of both."""
+    parts = fragments.reshape(-1, 128).split(_CHUNK)
+    if fragments.numel():
+        made = torch.cat([_restore(part) for part in parts])
+    else:
+        made = torch.empty(0, dtype=torch.int64, device=fragments.device)
+    return made.view(fragments.shape[0], fragments.shape[1] // 2)
 
 
 def _restore(fragments: Tensor) -> Tensor:

@@ -173,8 +173,9 @@ def test_arguments_are_checked():
         call = {"q": q, "k": q, "v": q, "mask": arrays, "scale": 1.0} | change
         with pytest.raises(ValueError, match=message):
             attention_hopper_forward(
-                **call, programs=3, stages=3, heavy_rows=0, pieces=1, return_lse=False
-            )
+                **call, programs=3, stages=3, heavy_rows=0, pieces=1, uneven=False,
+                return_lse=False,
+            )  # fmt: skip
 
 
 # -- code -----------------------------------------------------------------------------------------
@@ -253,8 +254,11 @@ def rules():
 @pytest.mark.parametrize("rule", rules())
 @pytest.mark.parametrize("head_dim", [40, 64, 72, 88, 96, 104, 128])
 @pytest.mark.parametrize(("group", "dtype"), [(1, HALF), (4, BRAIN)])
-@pytest.mark.parametrize(("programs", "stages"), [(1, 2), (2, 2), (2, 3), (3, 1), (3, 2), (4, 2)])
-def test_gpu(rule, head_dim, group, dtype, programs, stages, monkeypatch):
+@pytest.mark.parametrize(
+    ("programs", "stages", "keys"),
+    [(1, 2, 64), (2, 2, 64), (2, 3, 64), (3, 1, 64), (3, 2, 64), (4, 2, 64), (1, 2, 128)],
+)
+def test_gpu(rule, head_dim, group, dtype, programs, stages, keys, monkeypatch):
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a Hopper GPU")
     if (head_dim > 96 and (programs, stages) in ((2, 3), (3, 2))) or (
@@ -264,8 +268,10 @@ def test_gpu(rule, head_dim, group, dtype, programs, stages, monkeypatch):
     batch, heads, length = 2, 4, 330
     device = torch.device("cuda")
     spec = rules()[rule]
-    mask = build_block_mask(spec, length, length, 64, batch=batch, heads=heads, device=device)
-    config = honest_config(mask, BlockConfig(num_stages=stages, hopper=programs), batch * heads)
+    tile = (64, keys)
+    mask = build_block_mask(spec, length, length, tile, batch=batch, heads=heads, device=device)
+    config = BlockConfig(block_k=keys, num_stages=stages, hopper=programs)
+    config = honest_config(mask, config, batch * heads)
     arrays = mask_arrays(mask, config).values()
     keep = mask.to_dense()
     repeated = []

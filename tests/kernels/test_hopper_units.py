@@ -16,10 +16,13 @@ HALF, HOPPER = torch.float16, (9, 0)
 @pytest.mark.gpu
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize(
-    ("head_dim", "programs", "stages"),
-    [(64, 4, 2), (96, 3, 2), (96, 2, 3), (104, 3, 1), (128, 2, 2), (128, 3, 1)],
-)
-def test_gpu_workers_take_many_units(head_dim, programs, stages, pieces):
+    ("head_dim", "programs", "stages", "keys"),
+    [
+        (64, 4, 2, 64), (96, 3, 2, 64), (96, 2, 3, 64), (104, 3, 1, 64), (128, 2, 2, 64),
+        (128, 3, 1, 64), (64, 1, 3, 128), (104, 1, 2, 128), (128, 1, 2, 128),
+    ],
+)  # fmt: skip
+def test_gpu_workers_take_many_units(head_dim, programs, stages, keys, pieces):
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a Hopper GPU")
     device = torch.device("cuda")
@@ -28,8 +31,12 @@ def test_gpu_workers_take_many_units(head_dim, programs, stages, pieces):
     keep[..., 320:390, :] = False  # a tile row without keys
     keep[..., 512:576, 128:] = False  # one of two tiles
     keep[..., 640:704, 320:384] = True
-    mask = build_block_mask(masks.from_tensor(keep.cpu()), length, length, 64, device=device)
-    config = BlockConfig(num_stages=stages, hopper=programs, heavy_rows=2, pieces=pieces)
+    mask = build_block_mask(
+        masks.from_tensor(keep.cpu()), length, length, (64, keys), device=device
+    )
+    config = BlockConfig(
+        block_k=keys, num_stages=stages, hopper=programs, heavy_rows=2, pieces=pieces
+    )
     arrays = mask_arrays(mask, config).values()
     q, k, v = torch.randn(3, batch, heads, length, head_dim, device=device, dtype=HALF)
     expected, expected_lse = attention_reference(
