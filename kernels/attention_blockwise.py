@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_hopper import hopper_refusal
-from .attention_hopper import widths as hopper_widths
+from .attention_hopper import hopper_forms, hopper_refusal
 from .blockwise_kernel import attention_block_kernel
 from .limits import (
     fits_registers,
@@ -59,12 +58,14 @@ class BlockConfig(NamedTuple):
     # 1 part, 2 full, 3 part then full, 4 one loop, 5 one loop with a branch; 6 and 7 as 4 and 5
     # with the tiles computed from the band instead of read
     loops: int = 3
-    heads_fast: int = 0  # 1: neighbouring programs work on the same row of other heads
+    # 1: neighbouring programs work on the same row of other heads (Hopper: of the last heads)
+    heads_fast: int = 0
     heavy_first: int = 1  # 1: rows in row_order, 0: rows in their own order (one load less)
     prefetch: int = 0  # 1: read a column index one tile ahead
     tf32: int = 0  # 1: fp32 matrix products may use TF32
     # programs per multiprocessor of the Hopper kernel (attention_hopper.py), 0: the portable one;
-    # it needs 64 x 64 tiles and fragments in place of the bitmap, and reads num_stages besides
+    # it needs 64 x 64 tiles (64 x 128: one program, tile rows two at a time) and fragments in place
+    # of the bitmap, and reads num_stages besides
     hopper: int = 0
     # so many of the heaviest rows of every head come first (Hopper), and are cut into pieces
     heavy_rows: int = 0
@@ -98,9 +99,6 @@ _MAX_TILES = 3  # tile shapes offered for one problem, and the narrow one
 # Half as many keys: less of the tiles lies outside of narrow windows and short global parts, and
 # with 80 to 92 registers a thread six programs fit a Hopper multiprocessor in place of three.
 NARROW = (64, 32, 4)
-# The Hopper kernel's (programs per multiprocessor, pairs of key and value tiles in flight; 1: a
-# pair and the next keys), by the width of a head.
-_HOPPER = {64: ((4, 2),), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2), (3, 1))}
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
 # at most; five of the narrow ones with a lazy softmax, which else takes more. Nothing spills then
 # (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
@@ -135,6 +133,7 @@ def configs(
     planes: int | None = None,
     plain: bool = False,
     narrow: bool = False,
+    pairs: bool = False,
     limits: bool = True,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
@@ -151,6 +150,7 @@ def configs(
         planes: batch times heads; with ``q_len`` it tells how many programs there are.
         plain: no padding, no bias, no softcap, a positive scale: what the Hopper kernel takes.
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
+        pairs: whether tiles of 128 keys hold little more.
         limits: whether limits of registers hold: not for bands over lengths that are no multiple of
             a tile, see ``_limit``.
     """
@@ -220,10 +220,8 @@ def configs(
         head_dim, value_dim, dtype, capability, units, plain=plain
     ):
         return found
-    groups = [
-        BlockConfig(64, 64, 4, stages, hopper=programs)
-        for programs, stages in _HOPPER[sum(hopper_widths(head_dim, 2))]
-    ]
+    forms = hopper_forms(head_dim, pairs)
+    groups = [BlockConfig(64, keys, 4, stages, hopper=p) for keys, p, stages in forms]
     return groups + found if units >= _HOPPER_FIRST_UNITS else found + groups
 
 

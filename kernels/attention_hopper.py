@@ -37,6 +37,9 @@ _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
 # multiprocessor to itself, and of its consumers.
 _PAIR_REGISTERS, _PAIR_CONSUMER = 168, 232
+# (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys)
+# by the width of a head.
+_FORMS = {64: ((4, 2),), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2), (3, 1))}
 _MAX_UNITS = 2**31 - 2**20  # unit numbers are 32-bit; every worker asks for one past the end
 
 
@@ -94,6 +97,17 @@ def hopper_refusal(
     if not 0 < units < _MAX_UNITS:
         return f"it takes up to {_MAX_UNITS} units, not {units}"
     return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
+
+
+def hopper_forms(head_dim: int, pairs: bool) -> list[tuple[int, int, int]]:
+    """(keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth timing.
+
+    Args:
+        pairs: whether tiles of 128 keys hold little more than those of 64 do.
+    """
+    width = sum(widths(head_dim, 2))
+    found = [(TILE, programs, stages) for programs, stages in _FORMS[width]]
+    return [(PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
 
 
 def attention_hopper_forward(

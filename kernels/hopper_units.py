@@ -1,4 +1,4 @@
-"""Which unit of work a number of the queue is, for the kernels of block-wise attention on Hopper."""
+"""Which unit of work a number of the queue is, for block-wise attention on Hopper GPUs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -103,7 +103,7 @@ def check_problem(
         bias: added to the scores, broadcastable to [batch, heads, q_len, k_len], or None.
         block_q: query rows of a tile.
         block_k: keys of a tile.
-        fragments: the bitmap is the mask's fragments, int32 [tiles, 2 * block_k], for the Hopper kernels.
+        fragments: the bitmap is the mask's fragments, int32 [tiles, 2 * block_k], for Hopper.
         rounded: q, k and v are e4m3 with these scales, and the keys of v have unit stride.
 
     Raises:

@@ -177,7 +177,8 @@ def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list
     """
     hopper = hopper_programs(config)
     programs = hopper or max(1, _WARPS // config[_NUM_WARPS])
-    pieces = row_pieces(mask, planes, programs, queued=hopper > 0)
+    whole = hopper > 0 and mask.block_k > 64  # tile rows two at a time are not cut
+    pieces = 1 if whole else row_pieces(mask, planes, programs, queued=hopper > 0)
     heavy_rows = mask.heavy_rows if hopper or pieces > 1 else 0
     registers = config[_REGISTERS] if len(config) > _REGISTERS else 0
     found = [*config[:_HEAVY_ROWS], heavy_rows, registers, pieces]

@@ -21,6 +21,8 @@ TILE, NARROW_TILE = (64, 64), (64, 32)
 # most the first, tiles of more rows where theirs have at most the second. Half a tile takes two
 # thirds of TILE's instructions, which 0.75 would make up for; more programs fit a multiprocessor.
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
+# Two tile rows at a time save loads, not scores: tiles of PAIR_TILE may hold this much more.
+PAIR_TILE, PAIR_SHARE = (64, 128), 1.15
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -133,6 +135,8 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     half = problem.q.dtype.itemsize == 2 and not problem.training
     narrow = half and programs >= attention_blockwise.FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
+    pairs = capability[0] == 9 and widest > 96 and problem.plain
+    pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found = []
     for config in attention_blockwise.configs(
@@ -147,6 +151,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         planes=planes,
         plain=problem.plain and not problem.fp8,
         narrow=narrow,
+        pairs=pairs,
         limits=block_mask.band is None or problem.q_len % TILE[0] == problem.k_len % TILE[1] == 0,
     ):
         tile = config.block_q, config.block_k
