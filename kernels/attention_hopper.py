@@ -134,7 +134,8 @@ def attention_hopper_forward(
             place of the bitmap.
         scale: factor of the dot products, positive.
         programs: per multiprocessor, 1 to 4.
-        stages: pairs of key and value tiles in flight; 1: a pair and the next keys.
+        stages: pairs of key and value tiles in flight; 1: a pair and the next keys. Tiles of 128
+            keys: 2, or 4 up to head dim 64.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.
@@ -228,7 +229,7 @@ def attention_hopper_forward(
         }
         if pairs:
             registers = _PAIR_REGISTERS
-            slots_of = {"STAGES": max(stages, 2), "Q_SLOTS": 2}
+            slots_of = {"STAGES": 4 if stages > 3 and block_d == 64 else 2, "Q_SLOTS": 2}
             constants = {**first, **slots_of, **of_mask, "REGISTERS": _PAIR_CONSUMER}
             kernel = attention_hopper_pair_kernel
         else:

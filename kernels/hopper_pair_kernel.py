@@ -7,9 +7,10 @@ lists of the two rows by column, and a consumer passes over what only the other 
 keys is read from the L2 cache and written to shared memory half as often, and a product of 128
 columns reads its queries from there half as often.
 
-A consumer asks for the scores of the next tile, then for the product of this one's weights with the
-values, and turns scores into weights while the latter runs.
-Source: the order of products within a warp group is that of FlashAttention-3 (Shah et al., 2024).
+A consumer asks for the scores of the next tile, then for the product of this one's weights with
+the values, and turns scores into weights while the latter runs. The two groups ask in turns
+(``turns``): else their products mix, both wait for all of them, and then the matrix units for both.
+Source: the order of products in a group and among two is FlashAttention-3's (Shah et al., 2024).
 """
 
 from triton.experimental import gluon
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper_kernel import WORDS, barrier_of_threads, tma_store
-from .hopper_pair_loads import KEYS, OTHERS, produce_pairs
+from .hopper_pair_loads import KEYS, MORE, OTHERS, produce_pairs
 from .hopper_registers import (
     ROWS,
     column_halves,
@@ -41,14 +42,12 @@ from .softmax import LN2
 
 @gluon.jit
 def _kind(kind_bufs, stage, HALF: gl.constexpr):
-    """(what the tile in a stage is to a row, tiles of either row that follow, whether the row has
-    the next one)."""
+    """(what the tile in a stage is to a row, flags of the tile that follows)."""
     everywhere: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     of_tile = gl.arange(0, 4, layout=everywhere)
     kind = kind_bufs.index(stage).load(everywhere)
     own = gl.sum(gl.where(of_tile == HALF, kind, 0), 0)
-    owners = gl.sum(gl.where(of_tile == 3, kind, 0), 0)
-    return own, gl.sum(gl.where(of_tile == 2, kind, 0), 0), owners & (HALF + 1)
+    return own, gl.sum(gl.where(of_tile == 2, kind, 0), 0)
 
 
 @gluon.jit
@@ -62,6 +61,13 @@ def _kept(left, right, own, word_bufs, stage, HALF: gl.constexpr):
         words = word_bufs.index(first + 1).reshape([4, 8, 4]).load(layout)
         right = kept_scores(right, words)
     return left, right
+
+
+@gluon.jit
+def _ring(tile, STAGES: gl.constexpr):
+    """(stage, phase of its barriers) of a tile; STAGES is 2 or 4."""
+    stage = tile & (STAGES - 1)
+    return stage, (tile >> (STAGES // 2)) & 1
 
 
 @gluon.jit
@@ -86,7 +92,7 @@ def _added(acc, p, r, v_bufs, stage):
 def consume_row(
     o_desc, lse,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
     heads, q_len, HALF: gl.constexpr,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
@@ -101,14 +107,13 @@ def consume_row(
     field = gl.arange(0, 8, layout=everywhere)
     zero = gl.zeros([ROWS, KEYS], gl.float32, scores)
     turn = 0
-    stage = 0
-    phase = 0
+    tile = 0  # number of a tile of either row: each is a turn of both groups
     going = 1
     while going > 0:
         q_slot = turn % Q_SLOTS
         mbarrier.wait(q_full.index(q_slot), (turn // Q_SLOTS) & 1)
         unit = unit_bufs.index(q_slot).load(everywhere)
-        more = gl.sum(gl.where(field == 0, unit, 0), 0)
+        follows = gl.sum(gl.where(field == 0, unit, 0), 0)
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
         if going > 0:
             q_tile = q_bufs.index(2 * q_slot + HALF).reshape([ROWS, BLOCK_D])
@@ -116,17 +121,21 @@ def consume_row(
             total = gl.zeros([ROWS, 4], gl.float32, own_rows)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
             held = turn > 0  # the other query slot, by the last unit's result
-            while more > 0:
+            while (follows & MORE) != 0:
+                stage, phase = _ring(tile, STAGES)
                 mbarrier.wait(k_full.index(stage), phase)
-                own, more, goes_on = _kind(kind_bufs, stage, HALF)
+                own, follows = _kind(kind_bufs, stage, HALF)
+                mbarrier.wait(turns.index(HALF), (tile & 1) ^ (1 - HALF))
                 if own == OTHERS:  # every use of a barrier is waited for: it has only two phases
-                    mbarrier.wait(v_full.index(stage), phase)
                     barrier_of_threads()  # all have read what the tile is
+                    mbarrier.arrive(turns.index(1 - HALF), count=1)
+                    mbarrier.wait(v_full.index(stage), phase)
                     mbarrier.arrive(k_empty.index(stage), count=1)
                     mbarrier.arrive(v_empty.index(stage), count=1)
                 else:
                     # -- weights of the first of some tiles that follow each other ----
                     s = _scores(q_tile, k_bufs, stage, zero)
+                    mbarrier.arrive(turns.index(1 - HALF), count=1)
                     if held:
                         tma.store_wait(0)
                         mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
@@ -139,20 +148,19 @@ def consume_row(
                     p, r, offset, total, alpha = weighed_halves(
                         left, right, offset, total, MULT, dtype
                     )
+                    acc = rescaled(acc, alpha, BLOCK_D)
 
                     # -- scores of the next one, values of this one, then weights of the next ----
-                    behind = more < 0  # whether a tile's values are still to be given back
-                    while goes_on > 0:
-                        after = gl.where(stage == STAGES - 1, 0, stage + 1)
-                        phase_after = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+                    while (follows & (HALF + 1)) != 0:
+                        stage, phase = _ring(tile, STAGES)
+                        after, phase_after = _ring(tile + 1, STAGES)
                         mbarrier.wait(k_full.index(after), phase_after)
+                        mbarrier.wait(turns.index(HALF), (after & 1) ^ (1 - HALF))
                         s = _scores(q_tile, k_bufs, after, zero)
-                        own, more, goes_on = _kind(kind_bufs, after, HALF)
-                        before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                        mbarrier.arrive(v_empty.index(before), count=1, pred=behind)
-                        acc = rescaled(acc, alpha, BLOCK_D)
+                        own, follows = _kind(kind_bufs, after, HALF)
                         mbarrier.wait(v_full.index(stage), phase)
                         acc = _added(acc, p, r, v_bufs, stage)
+                        mbarrier.arrive(turns.index(1 - HALF), count=1)
                         s = warpgroup_mma_wait(2, deps=(s,))
                         left, right = column_halves(s)
                         if HAS_PART:
@@ -162,19 +170,15 @@ def consume_row(
                             left, right, offset, total, MULT, dtype
                         )
                         acc = warpgroup_mma_wait(0, deps=(acc,))
-                        behind = more >= 0
-                        stage = after
-                        phase = phase_after
-                    before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                    mbarrier.arrive(v_empty.index(before), count=1, pred=behind)
-                    acc = rescaled(acc, alpha, BLOCK_D)
+                        mbarrier.arrive(v_empty.index(stage), count=1)
+                        acc = rescaled(acc, alpha, BLOCK_D)
+                        tile += 1
+                    stage, phase = _ring(tile, STAGES)
                     mbarrier.wait(v_full.index(stage), phase)
                     acc = _added(acc, p, r, v_bufs, stage)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     mbarrier.arrive(v_empty.index(stage), count=1)
-                stage += 1
-                phase = gl.where(stage == STAGES, phase ^ 1, phase)
-                stage = gl.where(stage == STAGES, 0, stage)
+                tile += 1
             if held:  # a row without keys
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
@@ -239,9 +243,12 @@ def attention_hopper_pair_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
@@ -256,7 +263,7 @@ def attention_hopper_pair_kernel(
                 consume_row,
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, q_len, 0,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, heads, q_len, 0,
                     MULT, BLOCK_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
                 ),
             ),
@@ -264,7 +271,7 @@ def attention_hopper_pair_kernel(
                 consume_row,
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, q_len, 1,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, heads, q_len, 1,
                     MULT, BLOCK_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
                 ),
             ),

@@ -11,6 +11,7 @@ from .hopper_units import unit_place
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
 FULL: gl.constexpr = gl.constexpr(-1)  # in place of a part tile's number
 OTHERS: gl.constexpr = gl.constexpr(-2)  # a tile that the row does not have
+MORE: gl.constexpr = gl.constexpr(4)  # a tile of either row follows; 1, 2: one of that row
 FAR: gl.constexpr = gl.constexpr(2**30)  # past every column
 
 
@@ -113,7 +114,8 @@ def produce_pairs(
         # -- query tiles, with what the consumers have to know ----
         q_slot = turn % Q_SLOTS
         mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
-        unit = gl.where(field == 0, left, gl.where(field == 2, row, 0))
+        first_of = gl.where(left > 0, MORE, 0)
+        unit = gl.where(field == 0, first_of, gl.where(field == 2, row, 0))
         unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))
         unit_bufs.index(q_slot).store(gl.where(field == 5, valid.to(gl.int32), unit))
         barrier_of_threads()  # one lane signals for all that wrote
@@ -153,11 +155,11 @@ def produce_pairs(
                 col_idx, bitmap_id, at_0, middle_0, full_0, stop_0, at_1, middle_1, full_1, stop_1
             )
             owners = (kind_0_then > OTHERS).to(gl.int32) + 2 * (kind_1_then > OTHERS).to(gl.int32)
-            owners = gl.where(left > 0, owners, 0)
+            owners = gl.where(left > 0, owners + MORE, 0)
 
             mbarrier.wait(k_empty.index(stage), phase)
-            kind = gl.where(of_tile == 0, kind_0, gl.where(of_tile == 1, kind_1, left))
-            kind_bufs.index(stage).store(gl.where(of_tile == 3, owners, kind))
+            kind = gl.where(of_tile == 0, kind_0, gl.where(of_tile == 1, kind_1, owners))
+            kind_bufs.index(stage).store(kind)
             barrier_of_threads()  # one lane signals for all that wrote
             full = k_full.index(stage)
             if HAS_PART:
