@@ -194,11 +194,16 @@ def needs(compiled: Any, target: int | str) -> Needs:
         registers = _number(r"\.vgpr_count:\s+(\d+)", text)
         spills = _number(r"\.vgpr_spill_count:\s+(\d+)", text) * 4
     else:
-        said = compiled.report
-        text = said if "registers" in said else _assemble(compiled, int(target))
+        text = assembler_report(compiled, int(target))
         registers = _number(r"Used (\d+) registers", text)
         spills = _number(r"(\d+) bytes spill stores", text)
     return Needs(compiled.metadata.shared, registers, spills)
+
+
+def assembler_report(compiled: Any, target: int) -> str:
+    """What the assembler said of a compiled kernel, or says now if that was in Triton's cache."""
+    said = compiled.report
+    return said if "registers" in said else _assemble(compiled, target)
 
 
 def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from ptx_warp import LANES, bits, floats, run, unpacked
 from stof_compile.kernels import hopper_weights, softmax
 
-ROWS, KEYS, TILES = 16, 64, 6  # of a warp, of a tile, one after another
+ROWS, TILES = 16, 6  # of a warp, one after another
+KEYS = 64  # of a tile, or of a half of one: what a lane's mask word is for
 MULT = 0.125 * softmax.LOG2E.value
 NO_OFFSET = np.float32(hopper_weights.NO_OFFSET.value)
 INF, NAN = np.inf, np.nan
@@ -39,12 +41,50 @@ def by_row(halves):
     return np.concatenate([half.reshape(8, 4) for half in halves])
 
 
+# -- the assembly ---------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """An assembly that weighs a tile.
+
+    Args:
+        keys: columns of a tile. part: columns whose largest scores are sought together.
+        scaled: it scales the former result, of 64 columns; else others do, of 128.
+    """
+
+    keys: int
+    part: int
+    scaled: bool
+
+    @property
+    def columns(self):
+        """Of the result."""
+        return 64 if self.scaled else 128
+
+    @property
+    def operands(self):
+        """Constraints of the assembly."""
+        if self.keys > KEYS:
+            return hopper_weights.WIDE_OPERANDS.value
+        return hopper_weights.weights_operands(self.scaled)
+
+
+FORMS = {
+    "scaled": Form(64, 32, True),
+    "not scaled": Form(64, 32, False),
+    "two rows at a time": Form(128, 128, False),
+}
+
+
 @cache
-def weights_text(mult, narrow, scaled):
-    from stof_compile.kernels.hopper_registers import weights_code
+def weights_text(mult, narrow, form):
+    from stof_compile.kernels.hopper_registers import weights_code, wide_weights_code
     from triton.experimental.gluon import language as gl
 
-    return str(weights_code(mult, gl.float16 if narrow == "f16x2" else gl.bfloat16, scaled))
+    dtype = gl.float16 if narrow == "f16x2" else gl.bfloat16
+    if form.keys > KEYS:
+        return str(wide_weights_code(mult, dtype))
+    return str(weights_code(mult, dtype, form.scaled))
 
 
 @dataclass
@@ -52,7 +92,7 @@ class Warp:
     """Sixteen rows on their way through the tiles, as the kernel's consumer takes them."""
 
     narrow: str
-    scaled: bool
+    form: Form
     mult: float = MULT
     offset: np.ndarray = field(default_factory=lambda: np.full((2, LANES), NO_OFFSET))
     total: np.ndarray = field(default_factory=lambda: np.zeros((2, LANES), np.float32))
@@ -60,21 +100,22 @@ class Warp:
     steps: list = field(default_factory=list)  # (weights, offsets [16, 4], factor, instructions)
 
     def attend(self, s, v):
-        """One tile: scores [16, 64] and values [64, 64], or [64, 128] where not scaled."""
+        """One tile: scores [16, keys] and values [keys, columns]."""
         if self.acc is None:
             self.acc = np.zeros((v.shape[1] // 2, LANES), np.float32)
         rows = [i // 2 % 2 for i in range(32)]
         inputs = [*held(s), *self.offset[rows], *self.total[rows]]
-        inputs += [*self.acc] if self.scaled else []
-        text = weights_text(self.mult, self.narrow, self.scaled)
-        results, ran = run(text, hopper_weights.weights_operands(self.scaled), bits(inputs))
-        pairs = [unpacked(register, self.narrow) for register in results[:16]]
+        inputs += [*self.acc] if self.form.scaled else []
+        text = weights_text(self.mult, self.narrow, self.form)
+        results, ran = run(text, self.form.operands, bits(inputs))
+        packed = results[: s.shape[1] // 4]
+        pairs = [unpacked(register, self.narrow) for register in packed]
         weights = whole(np.stack([number for pair in pairs for number in pair]))
         told = floats(np.stack(results[-32:]))
         self.total, self.offset = told[[0, 2]], told[[1, 3]]
         factor = told[[28, 30]]
         np.testing.assert_array_equal(told[4:], factor[rows[4:]])
-        if self.scaled:
+        if self.form.scaled:
             self.acc = floats(np.stack(results[16:48]))
         else:
             self.acc = rescaled(self.acc, factor)[0]
@@ -114,13 +155,13 @@ def kept_bits(words):
     return whole((words >> bit.astype(np.uint32) & 1).astype(bool))
 
 
-def through(scores, narrow, scaled, seed=7, mult=MULT):
+def through(scores, narrow, form, seed=7, mult=MULT):
     """(warp that has seen all tiles of ``scores`` [16, keys], values [keys, columns])."""
-    v = np.random.default_rng(seed).standard_normal((scores.shape[1], 64 if scaled else 128))
+    v = np.random.default_rng(seed).standard_normal((scores.shape[1], form.columns))
     v = v.astype(np.float32)
-    warp = Warp(narrow, scaled, mult)
-    for at in range(0, scores.shape[1], KEYS):
-        warp.attend(scores[:, at : at + KEYS], v[at : at + KEYS])
+    warp = Warp(narrow, form, mult)
+    for at in range(0, scores.shape[1], form.keys):
+        warp.attend(scores[:, at : at + form.keys], v[at : at + form.keys])
     return warp, v
 
 

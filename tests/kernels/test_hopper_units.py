@@ -1,4 +1,7 @@
-"""Workers of the Hopper attention kernel with many units each: slots and stages are used again."""
+"""Units of work of the Hopper attention kernels: their order, and workers with many of them, whose
+slots and stages are used again."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,53 @@ from stof_compile.attention.call import mask_arrays
 from stof_compile.masks.block_mask import build_block_mask
 
 HALF, HOPPER = torch.float16, (9, 0)
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """``places(batch, heads, rows, heavy_rows, pieces, last_heads)``: (batch times heads, slot) of
+    every unit, as the kernel's own function has it."""
+    pytest.importorskip("triton.experimental.gluon")
+    from stof_compile.kernels import hopper_units
+
+    monkeypatch.setattr(hopper_units, "gl", SimpleNamespace(maximum=max))
+
+    def call(batch, heads, rows, heavy_rows=0, pieces=1, last_heads=1):
+        planes = batch * heads
+        numbers = planes, heads, rows, heavy_rows, heavy_rows * pieces * planes, last_heads
+        found = []
+        for number in range(planes * (rows + heavy_rows * (pieces - 1))):
+            b, h, slot = hopper_units.unit_place.fn(number, *numbers)
+            assert 0 <= b < batch and 0 <= h < heads
+            found.append((b * heads + h, slot))
+        return found
+
+    return call
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("last_heads", [1, 2, 6])
+@pytest.mark.parametrize("heavy_rows", [0, 1, 3, 7])
+def test_every_row_is_a_unit_once(heavy_rows, last_heads, pieces, places):
+    found = places(2, 3, 7, heavy_rows, pieces, last_heads)
+    heavy, light = found[: 6 * heavy_rows * pieces], found[6 * heavy_rows * pieces :]
+    # the heaviest rows of all heads first, each in its pieces
+    assert heavy == [(bh, slot) for slot in range(heavy_rows * pieces) for bh in range(6)]
+    # then head by head, but for the last ones, which go row by row
+    whole = [(bh, slot) for bh in range(6 - last_heads) for slot in range(heavy_rows, 7)]
+    mixed = [(bh, slot) for slot in range(heavy_rows, 7) for bh in range(6 - last_heads, 6)]
+    assert light == whole + mixed
+
+
+def test_one_row_and_one_head(places):
+    assert places(1, 1, 1) == [(0, 0)]
+    assert places(1, 2, 1, 1, 1, 2) == [(0, 0), (1, 0)]
+
+
+# -- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch
 from ptx_warp import LANES, floats, times
 from stof_compile.kernels import hopper_weights, softmax
 from weights_warp import (
+    FORMS,
     INF,
     KEYS,
     NAN,
@@ -31,65 +32,81 @@ from stof_compile.masks.fragments import to_fragments
 pytest.importorskip("triton.experimental.gluon")
 
 both_widths = pytest.mark.parametrize("narrow", UNIT)
-both_ways = pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "not scaled"])
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 
 
 # -- scores ---------------------------------------------------------------------------------------
 
 
-def ordinary(rng):
-    return 8 * rng.standard_normal((ROWS, TILES * KEYS))
+def ordinary(rng, keys):
+    return 8 * rng.standard_normal((ROWS, TILES * keys))
 
 
 def rising(amount, rows=slice(None)):
-    def scores(rng):
-        s = ordinary(rng)
-        s[rows] += amount * (np.arange(TILES * KEYS) // KEYS)
+    def scores(rng, keys):
+        s = ordinary(rng, keys)
+        s[rows] += amount * (np.arange(TILES * keys) // keys)
         return s
 
     return scores
 
 
-def masked(keys, rows=(0, 3, 6, 8, 11, 15)):
-    """-inf in these rows where ``keys`` is true of (tile, column)."""
+def masked(hides, rows=(0, 3, 6, 8, 11, 15)):
+    """-inf in these rows where ``hides`` is true of (tile, column, half of the columns)."""
 
-    def scores(rng):
-        s = ordinary(rng)
-        tile, column = np.divmod(np.arange(TILES * KEYS), KEYS)
-        hidden = np.broadcast_to(keys(tile, column), tile.shape)
+    def scores(rng, keys):
+        s = ordinary(rng, keys)
+        tile, column = np.divmod(np.arange(TILES * keys), keys)
+        hidden = np.broadcast_to(hides(tile, column, keys // 2), tile.shape)
         s[np.ix_(rows, hidden.nonzero()[0])] = -INF
         return s
 
     return scores
 
 
-def spikes(rng):
+def spikes(rng, keys):
     """Each in one lane of a row only; the last one later in the row than a higher one."""
-    s = ordinary(rng)
-    for tile, row, column, score in ((1, 2, 7, 150), (3, 4, 39, 400), (5, 13, 62, 900)):
-        s[row, tile * KEYS + column] = score
-    s[4, 5 * KEYS] = 300
+    s = ordinary(rng, keys)
+    places = (1, 2, 7, 150), (3, 4, keys // 2 + 7, 400), (5, 13, keys - 2, 900)
+    for tile, row, column, score in places:
+        s[row, tile * keys + column] = score
+    s[4, 5 * keys] = 300
     return s
 
 
-def scattered(rng):
-    s = 64 * rng.standard_normal((ROWS, TILES * KEYS))
+def scattered(rng, keys):
+    s = 64 * rng.standard_normal((ROWS, TILES * keys))
     s[rng.random(s.shape) < 0.9] = -INF
     return s
 
 
-def second_half_higher(rng):
-    """So that packed weights are scaled, by less and by more than they can be."""
-    s = rising(100)(rng)
-    s += np.arange(ROWS)[:, None] * 12 * (np.arange(TILES * KEYS) % KEYS >= 32)
-    return s
+def half_higher(half):
+    """Where halves follow each other packed weights are scaled, by less and by more than they can
+    be."""
+
+    def scores(rng, keys):
+        s = rising(100)(rng, keys)
+        s += np.arange(ROWS)[:, None] * 12 * (np.arange(TILES * keys) % keys // (keys // 2) == half)
+        return s
+
+    return scores
+
+
+def changed_from(place, amount):
+    """By ``amount`` from one place among the tiles on; before it, if that is below 0."""
+
+    def scores(rng, keys):
+        after = np.arange(TILES * keys) >= abs(place) * keys
+        return ordinary(rng, keys) + amount * (after if place > 0 else ~after)
+
+    return scores
 
 
 ALL = tuple(range(ROWS))
 SCORES = {
     "ordinary": ordinary,
-    "16 times": lambda rng: 16 * ordinary(rng),
-    "16 times, rising": lambda rng: 16 * rising(20)(rng),
+    "16 times": lambda rng, keys: 16 * ordinary(rng, keys),
+    "16 times, rising": lambda rng, keys: 16 * rising(20)(rng, keys),
     "rising": rising(20),
     "rising fast": rising(160),
     "falling": rising(-20),
@@ -98,33 +115,34 @@ SCORES = {
     "one row falling": rising(-200, [5]),
     "spikes": spikes,
     "scattered": scattered,
-    "second half higher": second_half_higher,
-    "no key in the first tile": masked(lambda tile, column: tile == 0),
-    "no key of any row in the first tile": masked(lambda tile, column: tile == 0, ALL),
-    "no key in the first halves": masked(lambda tile, column: column < 32),
-    "no key in the second halves": masked(lambda tile, column: column >= 32),
-    "no key of any row in the first halves": masked(lambda tile, column: column < 32, ALL),
-    "no key in the first half": masked(lambda tile, column: (tile == 0) & (column < 32)),
-    "no key in every other tile": masked(lambda tile, column: tile % 2 == 0),
-    "the last key only": masked(lambda tile, column: (tile < TILES - 1) | (column < 63)),
-    "the first key only": masked(lambda tile, column: (tile > 0) | (column > 0)),
-    "no key": masked(lambda tile, column: True),
-    "no key of any row": masked(lambda tile, column: True, ALL),
-    "hugely negative": lambda rng: ordinary(rng) - 1e4,
-    "hugely negative at first": lambda rng: ordinary(rng) - 1e4 * (np.arange(384) < KEYS),
-    "hugely negative at last": lambda rng: ordinary(rng) - 1e4 * (np.arange(384) >= 320),
-    "huge": lambda rng: ordinary(rng) + 3e4,
-    "huge at last": lambda rng: ordinary(rng) + 3e4 * (np.arange(384) >= 352),
-    "huge and hugely negative": lambda rng: 3e4 * rng.uniform(-1, 1, (ROWS, TILES * KEYS)),
+    "first half higher": half_higher(0),
+    "second half higher": half_higher(1),
+    "no key in the first tile": masked(lambda tile, column, half: tile == 0),
+    "no key of any row in the first tile": masked(lambda tile, column, half: tile == 0, ALL),
+    "no key in the first halves": masked(lambda tile, column, half: column < half),
+    "no key in the second halves": masked(lambda tile, column, half: column >= half),
+    "no key of any row in the first halves": masked(lambda tile, column, half: column < half, ALL),
+    "no key in the first half": masked(lambda tile, column, half: (tile == 0) & (column < half)),
+    "no key in every other tile": masked(lambda tile, column, half: tile % 2 == 0),
+    "the last key only": masked(lambda t, column, half: (t < TILES - 1) | (column < 2 * half - 1)),
+    "the first key only": masked(lambda tile, column, half: (tile > 0) | (column > 0)),
+    "no key": masked(lambda tile, column, half: True),
+    "no key of any row": masked(lambda tile, column, half: True, ALL),
+    "hugely negative": lambda rng, keys: ordinary(rng, keys) - 1e4,
+    "hugely negative at first": changed_from(-1, -1e4),
+    "hugely negative at last": changed_from(TILES - 1, -1e4),
+    "huge": lambda rng, keys: ordinary(rng, keys) + 3e4,
+    "huge at last": changed_from(TILES - 0.5, 3e4),
+    "huge and hugely negative": lambda rng, keys: 3e4 * rng.uniform(-1, 1, (ROWS, TILES * keys)),
 }
 
 
 @cache
-def case(name, narrow, scaled):
+def case(name, narrow, form):
     """(warp, scores, values) of one of SCORES."""
     seed = list(SCORES).index(name)
-    scores = SCORES[name](np.random.default_rng(seed)).astype(np.float32)
-    warp, v = through(scores, narrow, scaled, seed)
+    scores = SCORES[name](np.random.default_rng(seed), form.keys).astype(np.float32)
+    warp, v = through(scores, narrow, form, seed)
     return warp, scores, v
 
 
@@ -140,10 +158,10 @@ def test_constants():
 
 
 @both_widths
-@both_ways
+@every_form
 @pytest.mark.parametrize("name", SCORES)
-def test_many_tiles(name, narrow, scaled):
-    warp, scores, v = case(name, narrow, scaled)
+def test_many_tiles(name, narrow, form):
+    warp, scores, v = case(name, narrow, form)
     assert_right(warp, scores, v)
     empty = np.isinf(scores).all(1)
     total, offset = by_row(warp.total), by_row(warp.offset)
@@ -154,10 +172,10 @@ def test_many_tiles(name, narrow, scaled):
 
 
 @both_widths
-@both_ways
+@every_form
 @pytest.mark.parametrize("name", SCORES)
-def test_weights_and_offsets_of_each_tile(name, narrow, scaled):
-    warp, _, _ = case(name, narrow, scaled)
+def test_weights_and_offsets_of_each_tile(name, narrow, form):
+    warp, _, _ = case(name, narrow, form)
     former = np.full((ROWS, 4), NO_OFFSET)
     for weights, offset, factor, _ in warp.steps:
         assert (weights >= 0).all() and (weights <= 256).all()
@@ -169,37 +187,37 @@ def test_weights_and_offsets_of_each_tile(name, narrow, scaled):
 
 
 @both_widths
-@both_ways
+@every_form
 @pytest.mark.parametrize("mult", [1.0, 0.02, 3.7])
-def test_other_scales(mult, narrow, scaled):
-    scores = rising(30)(np.random.default_rng(40)).astype(np.float32)
-    warp, v = through(scores, narrow, scaled, 41, mult)
+def test_other_scales(mult, narrow, form):
+    scores = rising(30)(np.random.default_rng(40), form.keys).astype(np.float32)
+    warp, v = through(scores, narrow, form, 41, mult)
     assert_right(warp, scores, v)
 
 
 @both_widths
-@both_ways
+@every_form
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ["ordinary", "16 times, rising", "no key in the first tile"])
-def test_nan_and_inf_stay_in_their_row(name, value, narrow, scaled):
+def test_nan_and_inf_stay_in_their_row(name, value, narrow, form):
     """A result is NaN then, as that of softmax is."""
-    for broken in (((0, 6, 5), (3, 13, 20)), ((0, 13, 40), (TILES - 1, 6, 63))):
-        scores = SCORES[name](np.random.default_rng(51)).astype(np.float32)
+    for broken in (((0, 6, 5), (3, 13, 20)), ((0, 13, -24), (TILES - 1, 6, -1))):
+        scores = SCORES[name](np.random.default_rng(51), form.keys).astype(np.float32)
         for tile, row, column in broken:
-            scores[row, tile * KEYS + column] = value
-        warp, v = through(scores, narrow, scaled)
+            scores[row, tile * form.keys + column % form.keys] = value
+        warp, v = through(scores, narrow, form)
         assert_broken(warp, scores, v, [6, 13])
 
 
 @both_widths
-@both_ways
-def test_rows_of_nan_or_of_inf(narrow, scaled):
-    scores = ordinary(np.random.default_rng(50)).astype(np.float32)
+@every_form
+def test_rows_of_nan_or_of_inf(narrow, form):
+    scores = ordinary(np.random.default_rng(50), form.keys).astype(np.float32)
     scores[1] = NAN
     scores[9] = INF
-    scores[4, :KEYS] = NAN
-    scores[12, :KEYS] = INF
-    warp, v = through(scores, narrow, scaled)
+    scores[4, : form.keys] = NAN
+    scores[12, : form.keys] = INF
+    warp, v = through(scores, narrow, form)
     assert_broken(warp, scores, v, [1, 4, 9, 12])
 
 
@@ -207,42 +225,46 @@ def test_rows_of_nan_or_of_inf(narrow, scaled):
 
 
 @both_widths
-@both_ways
-def test_maxima_are_sought_in_the_first_tile_only(narrow, scaled):
-    scores = np.random.default_rng(60).uniform(-8, 8, (ROWS, TILES * KEYS))
-    scores -= 20 * (np.arange(TILES * KEYS) // KEYS % 2)
-    warp, v = through(scores.astype(np.float32), narrow, scaled)
+@every_form
+def test_maxima_are_sought_in_the_first_tile_only(narrow, form):
+    scores = np.random.default_rng(60).uniform(-8, 8, (ROWS, TILES * form.keys))
+    scores -= 20 * (np.arange(TILES * form.keys) // form.keys % 2)
+    warp, v = through(scores.astype(np.float32), narrow, form)
     assert_right(warp, scores.astype(np.float32), v)
     first, *others = (step[-1] for step in warp.steps)
     assert times(first, "shfl") > 0
     for ran in others:
-        assert [times(ran, kind) for kind in ("shfl", "max", "mul", "ex2")] == [0, 0, 0, 32]
+        counts = [times(ran, kind) for kind in ("shfl", "max", "mul", "ex2")]
+        assert counts == [0, 0, 0, form.keys // 2]
 
 
 @both_widths
-@both_ways
-@pytest.mark.parametrize("column", [3, 33])
-def test_maxima_are_sought_in_the_half_that_outgrew(column, narrow, scaled):
-    scores = np.random.default_rng(61).uniform(-8, 8, (ROWS, TILES * KEYS)).astype(np.float32)
-    scores[10, 2 * KEYS + column] = 300
-    warp, v = through(scores, narrow, scaled)
+@every_form
+@pytest.mark.parametrize("half", [0, 1])
+def test_maxima_are_sought_in_the_half_that_outgrew(half, narrow, form):
+    """Or in both, where they are weighed together."""
+    scores = np.random.default_rng(61).uniform(-8, 8, (ROWS, TILES * form.keys)).astype(np.float32)
+    scores[10, 2 * form.keys + half * form.keys // 2 + 3] = 300
+    warp, v = through(scores, narrow, form)
     assert_right(warp, scores, v)
     counts = [step[-1] for step in warp.steps]
     assert [times(ran, "shfl") for ran in counts[1:]] == [0, 4, 0, 0, 0]
-    assert times(counts[2], f"mul.{narrow}") == (8 if column > 31 else 0)  # packed weights
+    assert times(counts[2], "max") == form.part // 2 + 2
+    known = half * form.keys // 2 // form.part  # parts of the tile that are weighed already
+    assert times(counts[2], f"mul.{narrow}") == 8 * known
     for row in range(ROWS):  # other rows of the warp look as well, and keep their offset
         assert (warp.steps[2][1][row] == warp.steps[1][1][row]).all() == (row != 10)
 
 
 @both_widths
-@both_ways
+@every_form
 @pytest.mark.parametrize(("score", "grown"), [(8, False), (9, True)])
-@pytest.mark.parametrize("column", [0, 63])
-def test_weights_of_256_are_kept_and_no_larger_ones(score, grown, column, narrow, scaled):
-    scores = np.zeros((ROWS, 2 * KEYS), np.float32)
-    scores[:, KEYS:] = -INF
-    scores[:, KEYS + column] = score
-    warp, v = through(scores, narrow, scaled, mult=1.0)
+@pytest.mark.parametrize("column", [0, -1])
+def test_weights_of_256_are_kept_and_no_larger_ones(score, grown, column, narrow, form):
+    scores = np.zeros((ROWS, 2 * form.keys), np.float32)
+    scores[:, form.keys :] = -INF
+    scores[:, form.keys :][:, column] = score
+    warp, v = through(scores, narrow, form, mult=1.0)
     assert_right(warp, scores, v)
     weights, offset, factor, ran = warp.steps[1]
     assert (times(ran, "shfl") > 0) == grown
@@ -270,18 +292,18 @@ def test_keep_code(share):
 
 
 @both_widths
-@both_ways
-def test_kept_scores_are_weighed(narrow, scaled):
+@every_form
+def test_kept_scores_are_weighed(narrow, form):
     rng = np.random.default_rng(71)
-    scores = ordinary(rng).astype(np.float32)
+    scores = ordinary(rng, form.keys).astype(np.float32)
     seen = []
-    for at in range(0, TILES * KEYS, KEYS):
+    for at in range(0, scores.shape[1], KEYS):
         word = rng.integers(0, 2**32, LANES, np.uint32)
         tile = np.where(kept_bits(word), scores[:, at : at + KEYS], np.float32(NAN))
         seen.append(kept_scores(tile, word))
     scores = np.concatenate(seen, 1)
     assert not np.isnan(scores).any() and np.isinf(scores).any()
-    warp, v = through(scores, narrow, scaled)
+    warp, v = through(scores, narrow, form)
     assert_right(warp, scores, v)
 
 
