@@ -134,8 +134,8 @@ def attention_hopper_forward(
             place of the bitmap.
         scale: factor of the dot products, positive.
         programs: per multiprocessor, 1 to 4.
-        stages: pairs of key and value tiles in flight; 1: a pair and the next keys. Tiles of 128
-            keys: 2, or 4 up to head dim 64.
+        stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
+            128 keys 2, or 4 up to head dim 64.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.
@@ -190,6 +190,9 @@ def attention_hopper_forward(
         refusal = f"with tiles of {keys} keys programs must be one of {sizes}, not {programs}"
     if refusal is None and stages < 1:
         refusal = f"stages must be at least 1, not {stages}"
+    rings = (2, 4) if head_dim <= 64 else (2,)
+    if refusal is None and pairs and stages not in rings:
+        refusal = f"with tiles of {keys} keys stages must be one of {rings}, not {stages}"
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
@@ -220,7 +223,7 @@ def attention_hopper_forward(
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
             planes, p.heads, p.q_len, p.rows, heavy, last_heads,
         ]  # fmt: skip
-        first = {"MULT": float(scale) * LOG2E, "BLOCK_D": block_d}
+        first: dict[str, Any] = {"MULT": float(scale) * LOG2E, "BLOCK_D": block_d}
         of_mask = {
             "GROUP": p.group,
             "SINGLE_PLANE": p.single_plane,
@@ -229,8 +232,7 @@ def attention_hopper_forward(
         }
         if pairs:
             registers = _PAIR_REGISTERS
-            slots_of = {"STAGES": 4 if stages > 3 and block_d == 64 else 2, "Q_SLOTS": 2}
-            constants = {**first, **slots_of, **of_mask, "REGISTERS": _PAIR_CONSUMER}
+            constants = {**first, "STAGES": stages, **of_mask, "REGISTERS": _PAIR_CONSUMER}
             kernel = attention_hopper_pair_kernel
         else:
             registers = _REGISTERS[programs]

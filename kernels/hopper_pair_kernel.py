@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper_kernel import WORDS, barrier_of_threads, tma_store
-from .hopper_pair_loads import KEYS, MORE, OTHERS, produce_pairs
+from .hopper_pair_loads import KEYS, MORE, OTHERS, SLOTS, produce_pairs
 from .hopper_registers import (
     ROWS,
     column_halves,
@@ -94,7 +94,7 @@ def consume_row(
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
     heads, q_len, HALF: gl.constexpr,
-    MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """Attend with the first (HALF = 0) or second row of each unit."""
@@ -110,8 +110,8 @@ def consume_row(
     tile = 0  # number of a tile of either row: each is a turn of both groups
     going = 1
     while going > 0:
-        q_slot = turn % Q_SLOTS
-        mbarrier.wait(q_full.index(q_slot), (turn // Q_SLOTS) & 1)
+        q_slot = turn % SLOTS
+        mbarrier.wait(q_full.index(q_slot), (turn // SLOTS) & 1)
         unit = unit_bufs.index(q_slot).load(everywhere)
         follows = gl.sum(gl.where(field == 0, unit, 0), 0)
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
@@ -202,9 +202,6 @@ def consume_row(
                 q_row = row * ROWS + gl.arange(0, ROWS, layout=result_rows)
                 lse_row = lse + (b * heads + h).to(gl.int64) * q_len
                 gl.store(lse_row + q_row, log_sum, mask=q_row < q_len)
-            if Q_SLOTS == 1:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(0), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -221,30 +218,30 @@ def attention_hopper_pair_kernel(
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_pairs, last_heads,
-    MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    MULT: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
     RETURN_LSE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once."""
     q_bufs = gl.allocate_shared_memory(
-        q_desc.dtype, [2 * Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout
+        q_desc.dtype, [2 * SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout
     )
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, BLOCK_D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, BLOCK_D], v_desc.layout)
     # of either row and either half of the columns
     word_bufs = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1, WORDS], word_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    unit_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
+    unit_bufs = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], plain)
     kind_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    for i in gl.static_range(Q_SLOTS):
+    for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(2):
@@ -264,7 +261,7 @@ def attention_hopper_pair_kernel(
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, heads, q_len, 0,
-                    MULT, BLOCK_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
+                    MULT, BLOCK_D, STAGES, RETURN_LSE, HAS_PART,
                 ),
             ),
             (
@@ -272,7 +269,7 @@ def attention_hopper_pair_kernel(
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, heads, q_len, 1,
-                    MULT, BLOCK_D, STAGES, Q_SLOTS, RETURN_LSE, HAS_PART,
+                    MULT, BLOCK_D, STAGES, RETURN_LSE, HAS_PART,
                 ),
             ),
             (
@@ -284,7 +281,7 @@ def attention_hopper_pair_kernel(
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_pairs, last_heads,
-                    BLOCK_D, STAGES, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART,
+                    BLOCK_D, STAGES, GROUP, SINGLE_PLANE, HAS_PART,
                 ),
             ),
         ],

@@ -9,6 +9,7 @@ from .hopper_registers import ROWS
 from .hopper_units import unit_place
 
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
+SLOTS: gl.constexpr = gl.constexpr(2)  # for the query tiles of a unit
 FULL: gl.constexpr = gl.constexpr(-1)  # in place of a part tile's number
 OTHERS: gl.constexpr = gl.constexpr(-2)  # a tile that the row does not have
 MORE: gl.constexpr = gl.constexpr(4)  # a tile of either row follows; 1, 2: one of that row
@@ -64,7 +65,7 @@ def produce_pairs(
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_pairs, last_heads,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """Take units (two tile rows of a head) from the queue and load what they need.
@@ -112,8 +113,8 @@ def produce_pairs(
         left = (stop_0 - at_0) + (stop_1 - at_1)
 
         # -- query tiles, with what the consumers have to know ----
-        q_slot = turn % Q_SLOTS
-        mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
+        q_slot = turn % SLOTS
+        mbarrier.wait(q_empty.index(q_slot), ((turn // SLOTS) & 1) ^ 1)
         first_of = gl.where(left > 0, MORE, 0)
         unit = gl.where(field == 0, first_of, gl.where(field == 2, row, 0))
         unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))

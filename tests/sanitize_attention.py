@@ -210,7 +210,7 @@ def _cases():
         # more tile rows than workers: they take several of them
         "several": ("bigbird", 64, 1, 4, torch.float16, (1210, 1210), 2),
         "pairs": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 2, 128),
-        "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 3, 128),
+        "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 2, 128),
         "pairs-several": ("bigbird", 104, 1, 1, torch.float16, (2420, 2420), 2, 1, 2, 128),
         "several-halves": ("bigbird", 128, 1, 1, torch.float16, (2420, 2420), 2, 1, 1),
     }, "hopper")  # fmt: skip

@@ -180,7 +180,6 @@ def test_compiles(width, stages, features, dtype):
         "MULT": 0.18,
         "BLOCK_D": width,
         "STAGES": stages,
-        "Q_SLOTS": 2,
         "GROUP": 4 if everything else 1,
         "SINGLE_PLANE": not everything,
         "HAS_PART": features.get("HAS_PART", True),

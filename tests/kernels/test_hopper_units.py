@@ -69,7 +69,7 @@ def test_one_row_and_one_head(places):
     ("head_dim", "programs", "stages", "keys"),
     [
         (64, 4, 2, 64), (96, 3, 2, 64), (96, 2, 3, 64), (104, 3, 1, 64), (128, 2, 2, 64),
-        (128, 3, 1, 64), (64, 1, 3, 128), (104, 1, 2, 128), (128, 1, 2, 128),
+        (128, 3, 1, 64), (64, 1, 2, 128), (104, 1, 2, 128), (128, 1, 2, 128),
     ],
 )  # fmt: skip
 def test_gpu_workers_take_many_units(head_dim, programs, stages, keys, pieces):
