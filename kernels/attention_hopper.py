@@ -1,8 +1,9 @@
 """Block-wise attention on Hopper GPUs: when it can run, and how ``hopper_kernel.py`` is launched.
 
 The same function, mask storage and operator as ``attention_blockwise.py``; a ``BlockConfig`` with
-``hopper`` set chooses it. It takes tiles of 64 x 64 and reads the mask of part tiles as fragments
-(``BlockMask.fragments``) in place of the bitmap.
+``hopper`` set chooses it. It takes tiles of 64 x 64, or of 64 x 128 two tile rows at a time
+(``hopper_pair_kernel.py``), and reads the mask of part tiles as fragments (``BlockMask.fragments``)
+in place of the bitmap.
 """
 
 from collections.abc import Sequence
@@ -130,10 +131,10 @@ def attention_hopper_forward(
             suit TMA (16 bytes).
         k: [batch, kv_heads, k_len, head_dim]; heads is a multiple of kv_heads.
         v: like k.
-        mask: arrays of the block mask with tiles of 64 x 64 and fragments, int32 [tiles, 128], in
-            place of the bitmap.
+        mask: arrays of the block mask with fragments, int32 [tiles, 2 * keys], in place of the
+            bitmap: tiles of 64 x 64, or of 64 x 128 with rows ordered by pairs.
         scale: factor of the dot products, positive.
-        programs: per multiprocessor, 1 to 4.
+        programs: per multiprocessor, 1 to 4; 1 with tiles of 128 keys.
         stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
             128 keys 2, or 4 up to head dim 64.
         heavy_rows: so many of the heaviest tile rows of every head come first.

@@ -1,4 +1,4 @@
-"""What the Hopper attention kernel does with values in registers: mask scores, rescale results."""
+"""What Hopper attention kernels do with values in registers: mask scores, rescale results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +18,7 @@ from .hopper_weights import (
 )
 from .softmax import RESCALE_32, RESCALE_32_OPERANDS, RESCALE_64, RESCALE_64_OPERANDS
 
-ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a unit and keys of a tile
+ROWS: gl.constexpr = gl.constexpr(64)  # query rows and keys of what is masked and weighed at once
 
 
 @gluon.constexpr_function

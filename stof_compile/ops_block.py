@@ -68,7 +68,7 @@ def attention_block(
         out, lse = torch.ops.stof.attention_hopper(
             q, k, v, plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
             scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
-            bool(config[_HEADS_FAST]), return_lse,
+            return_lse, bool(config[_HEADS_FAST]),
         )  # fmt: skip
         return out, lse
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from stof_compile.ops_fakes import fake_attention
 
+_RETURN_LSE = 12  # among the arguments behind v
+
+# Code that torch keeps on disk calls this: the schema grows at its end only, with defaults.
 _LIBRARY = torch.library.Library("stof", "FRAGMENT")
 _LIBRARY.define(
     "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
     "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
-    "float scale, int programs, int stages, int heavy_rows, int pieces, bool uneven, "
-    "bool return_lse) "
+    "float scale, int programs, int stages, int heavy_rows, int pieces, bool return_lse, "
+    "bool uneven=False) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
@@ -39,8 +42,8 @@ def _attention_hopper(
     stages: int,
     heavy_rows: int,
     pieces: int,
-    uneven: bool,
     return_lse: bool,
+    uneven: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/."""
     from stof_compile.kernels.attention_hopper import attention_hopper_forward
@@ -56,4 +59,4 @@ _LIBRARY.impl("attention_hopper", _attention_hopper, "CUDA")
 
 @torch.library.register_fake("stof::attention_hopper")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return fake_attention(q, v, rest[-1])
+    return fake_attention(q, v, rest[_RETURN_LSE])

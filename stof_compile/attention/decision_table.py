@@ -136,7 +136,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     narrow = half and programs >= attention_blockwise.FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
-    pairs = capability[0] == 9 and widest > 96 and problem.plain and not problem.training
+    pairs = half and capability[0] == 9 and problem.plain and 96 < widest <= 128
     pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found = []

@@ -1,4 +1,4 @@
-"""Tile contents in the order a Hopper warp group holds 64 x 64 scores.
+"""Tile contents in the order a Hopper warp group holds 64 x 64 scores: a tile or half a wide one.
 
 Thread t of 128 holds rows 16 w + r and 16 w + r + 8 (w = t // 32, r = t // 4 % 8) and of every
 octet of columns the pair at 2 (t % 4). Its 32 scores are the bits of one word: bit 16 i + 2 j + c

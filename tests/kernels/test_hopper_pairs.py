@@ -224,3 +224,34 @@ def test_gpu_trains(computed):
         return out
 
     check_training(attend, leaves, mask.to_dense(), (slice(None),))
+
+
+def test_the_operator_takes_calls_of_code_compiled_before():
+    """torch keeps compiled code on disk, and with it calls that know nothing of ``uneven``."""
+    schema = torch.ops.stof.attention_hopper.default._schema.arguments
+    names = [argument.name for argument in schema]
+    assert names[13:] == ["heavy_rows", "pieces", "return_lse", "uneven"]
+    assert schema[-1].default_value is False
+    mask = build_block_mask(masks.causal(), 128, 128, 64)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 2, 128, 64, dtype=torch.float16, device="cuda")
+        for rest in ((True,), (True, True)):
+            out, lse = torch.ops.stof.attention_hopper(
+                q, q, q, *mask.hopper_tensors, 0.125, 4, 2, 0, 1, *rest
+            )
+            assert out.shape == q.shape and lse.numel() == 256
+
+
+def test_the_operator_hands_its_arguments_on(monkeypatch):
+    from stof_compile.kernels import attention_hopper
+
+    from stof_compile import ops_hopper_attention
+
+    def keep(*given):
+        return given[4:]
+
+    monkeypatch.setattr(attention_hopper, "attention_hopper_forward", keep)
+    run = ops_hopper_attention._attention_hopper
+    tensors = [torch.zeros(1)] * 10
+    assert run(*tensors, 0.5, 4, 2, 7, 1, True, True) == (0.5, 4, 2, 7, 1, True, True)
+    assert run(*tensors, 0.5, 4, 2, 7, 1, True) == (0.5, 4, 2, 7, 1, False, True)
