@@ -11,6 +11,68 @@ NO_OFFSET: tl.constexpr = tl.constexpr(1.0e30)
 NO_OFFSET_CODE = "0f7149F2CA"
 
 
+def _any_row(test: str, name: str, limit: str) -> list[str]:
+    """%grew: whether a warp has a row whose %name passes the test."""
+    return [
+        f"setp.{test}.f32 %grew, %{name}0, {limit};",
+        f"@!%grew setp.{test}.f32 %grew, %{name}1, {limit};",
+        "vote.sync.any.pred %grew, %grew, 0xffffffff;",
+    ]
+
+
+def _former(offset: int, total: int) -> list[str]:
+    """What there is of two rows: %n offsets, %s sums, %a factors; %grew: one has no offset yet."""
+    code = []
+    for row in (0, 1):
+        code.append(f"mov.f32 %n{row}, ${offset + 2 * row};")
+        code.append(f"mov.f32 %s{row}, ${total + 2 * row};")
+        code.append(f"mov.f32 %a{row}, 0f3F800000;")
+    return code + _any_row("eq", "n", NO_OFFSET_CODE)
+
+
+def _pair_of_weights(narrow: str, score: int, i: int) -> list[str]:
+    """%x and %y: weights of scores i and i + 1 of a row, and both packed."""
+    code = []
+    for name, at in (("%x", i), ("%y", i + 1)):
+        code.append(f"fma.rn.f32 {name}, ${score + at}, %m, %n{i // 2 % 2};")
+        code.append(f"ex2.approx.ftz.f32 {name}, {name};")
+    return [*code, f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;"]
+
+
+def _maxima(score: int, places: range) -> list[str]:
+    """%u: the largest score of each row in these places of the four lanes that hold it."""
+    code = []
+    for row in (0, 1):
+        own = [score + i for i in places if i // 2 % 2 == row]
+        code.append(f"max.f32 %u{row}, ${own[0]}, ${own[1]};")
+        code += [f"max.f32 %u{row}, %u{row}, ${i};" for i in own[2:]]
+    for lane in (1, 2):
+        for row in (0, 1):
+            code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")
+            code.append(f"max.f32 %u{row}, %u{row}, %x;")
+    return code
+
+
+def _new_offset(row: int, factor: str) -> list[str]:
+    """%n of a row after its maximum %u, the factor of what was, and the sum times that."""
+    return [
+        f"neg.f32 %u{row}, %u{row};",
+        f"mul.f32 %u{row}, %u{row}, %m;",
+        f"cvt.rmi.f32.f32 %u{row}, %u{row};",
+        f"min.f32 %u{row}, %u{row}, %n{row};",
+        f"sub.f32 %y, %u{row}, %n{row};",
+        f"mov.f32 %n{row}, %u{row};",
+        f"ex2.approx.ftz.f32 %{factor}{row}, %y;",
+        f"mul.f32 %s{row}, %s{row}, %{factor}{row};",
+    ]
+
+
+def _told(told: int) -> list[str]:
+    """Sums and offsets in the first octet of what is told, factors in the others."""
+    names = ["a" if i > 3 else "sn"[i % 2] for i in range(32)]
+    return [f"mov.f32 ${told + i}, %{name}{i // 2 % 2};" for i, name in enumerate(names)]
+
+
 def weights_code(narrow: str, scaled: bool) -> str:
     """PTX: weights of 32 scores of two rows, which have an offset and a sum of former weights each.
 
@@ -28,51 +90,26 @@ def weights_code(narrow: str, scaled: bool) -> str:
     told = acc + 32 * scaled
     score, offset, total = told + 32, told + 64, told + 96
     code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %u0, %u1, %a0, %a1;"]
-    for row in (0, 1):
-        code.append(f"mov.f32 %n{row}, ${offset + 2 * row};")
-        code.append(f"mov.f32 %s{row}, ${total + 2 * row};")
-        code.append(f"mov.f32 %a{row}, 0f3F800000;")
-    code.append(f"setp.eq.f32 %grew, %n0, {NO_OFFSET_CODE};")
-    code.append(f"@!%grew setp.eq.f32 %grew, %n1, {NO_OFFSET_CODE};")
-    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
+    code += _former(offset, total)
     code.append("@%grew bra GROWN0;")
     for half in (0, 1):
         places = range(16 * half, 16 * half + 16)
         weights = []
         for i in places[::2]:
             row = i // 2 % 2
-            for name, at in (("%x", i), ("%y", i + 1)):
-                weights.append(f"fma.rn.f32 {name}, ${score + at}, %m, %n{row};")
-                weights.append(f"ex2.approx.ftz.f32 {name}, {name};")
-            weights.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
+            weights += _pair_of_weights(narrow, score, i)
             if i < places[4]:
                 weights.append(f"add.f32 %u{row}, %x, %y;")
             else:
                 weights.append("add.f32 %x, %x, %y;")
                 weights.append(f"add.f32 %u{row}, %u{row}, %x;")
         code += weights
-        code.append(f"setp.gt.f32 %grew, %u0, {LIMIT_CODE};")
-        code.append(f"@!%grew setp.gt.f32 %grew, %u1, {LIMIT_CODE};")
-        code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
+        code += _any_row("gt", "u", LIMIT_CODE)
         code.append(f"@!%grew bra KNOWN{half};")
         code.append(f"GROWN{half}:")
+        code += _maxima(score, places)
         for row in (0, 1):
-            own = [score + i for i in places if i // 2 % 2 == row]
-            code.append(f"max.f32 %u{row}, ${own[0]}, ${own[1]};")
-            code += [f"max.f32 %u{row}, %u{row}, ${i};" for i in own[2:]]
-        for lane in (1, 2):
-            for row in (0, 1):
-                code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")
-                code.append(f"max.f32 %u{row}, %u{row}, %x;")
-        for row in (0, 1):
-            code.append(f"neg.f32 %u{row}, %u{row};")
-            code.append(f"mul.f32 %u{row}, %u{row}, %m;")
-            code.append(f"cvt.rmi.f32.f32 %u{row}, %u{row};")
-            code.append(f"min.f32 %u{row}, %u{row}, %n{row};")
-            code.append(f"sub.f32 %y, %u{row}, %n{row};")
-            code.append(f"mov.f32 %n{row}, %u{row};")
-            code.append(f"ex2.approx.ftz.f32 %u{row}, %y;")  # a power of two, of the packed as well
-            code.append(f"mul.f32 %s{row}, %s{row}, %u{row};")
+            code += _new_offset(row, "u")  # a power of two, of the packed as well
             code.append(f"mul.f32 %a{row}, %a{row}, %u{row};")
         if half:
             code.append(".reg .b32 %g0, %g1;")
@@ -84,10 +121,43 @@ def weights_code(narrow: str, scaled: bool) -> str:
         code += weights
         code.append(f"KNOWN{half}:")
         code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
-    for i in range(32):
-        name = "a" if i > 3 else "sn"[i % 2]
-        code.append(f"mov.f32 ${told + i}, %{name}{i // 2 % 2};")
-    return " ".join(code)
+    return " ".join([*code, *_told(told)])
+
+
+def wide_weights_code(narrow: str) -> str:
+    """The same for 64 scores of two rows, 32 of either half of 128 columns, and all at once: for
+    consumers that have the registers for it, and too few neighbours to wait in the meantime.
+
+    Registers: 16 of packed weights of the left half, 16 of the right one, 32 of what is told; 32
+    scores of either half, 32 offsets, 32 sums.
+    """
+    told, score, offset, total = 32, 64, 128, 160
+    code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %a0, %a1;"]
+    code.append(".reg .f32 %u0, %u1, %v0, %v1;")  # two sums a row: none waits for the other
+    code += _former(offset, total)
+    code.append("@%grew bra GROWN;")
+    weights = []
+    for i in range(0, 64, 2):
+        row = i // 2 % 2
+        of = f"{'uv'[i // 4 % 2]}{row}"
+        weights += _pair_of_weights(narrow, score, i)
+        if i < 8:
+            weights.append(f"add.f32 %{of}, %x, %y;")
+        else:
+            weights.append("add.f32 %x, %x, %y;")
+            weights.append(f"add.f32 %{of}, %{of}, %x;")
+    weights += [f"add.f32 %u{row}, %u{row}, %v{row};" for row in (0, 1)]
+    code += weights
+    code += _any_row("gt", "u", LIMIT_CODE)
+    code.append("@!%grew bra KNOWN;")
+    code.append("GROWN:")
+    code += _maxima(score, range(64))
+    for row in (0, 1):
+        code += _new_offset(row, "a")
+    code += weights
+    code.append("KNOWN:")
+    code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
+    return " ".join([*code, *_told(told)])
 
 
 def weights_operands(scaled: bool) -> str:
@@ -106,70 +176,6 @@ def keep_code() -> str:
         code.append("setp.ne.u32 %kept, %bit, 0;")
         code.append(f"selp.f32 ${at}, ${at}, 0fFF800000, %kept;")
     return " ".join([*code, "}"])
-
-
-def wide_weights_code(narrow: str) -> str:
-    """The same for 64 scores of two rows, 32 of either half of 128 columns, and all at once: for
-    consumers that have the registers for it, and too few neighbours to wait in the meantime.
-
-    Registers: 16 of packed weights of the left half, 16 of the right one, 32 of what is told; 32
-    scores of either half, 32 offsets, 32 sums.
-    """
-    told, score, offset, total = 32, 64, 128, 160
-    code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %a0, %a1;"]
-    code.append(".reg .f32 %u0, %u1, %v0, %v1;")  # two sums a row: none waits for the other
-    for row in (0, 1):
-        code.append(f"mov.f32 %n{row}, ${offset + 2 * row};")
-        code.append(f"mov.f32 %s{row}, ${total + 2 * row};")
-        code.append(f"mov.f32 %a{row}, 0f3F800000;")
-    code.append(f"setp.eq.f32 %grew, %n0, {NO_OFFSET_CODE};")
-    code.append(f"@!%grew setp.eq.f32 %grew, %n1, {NO_OFFSET_CODE};")
-    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
-    code.append("@%grew bra GROWN;")
-    weights = []
-    for i in range(0, 64, 2):
-        row = i // 2 % 2
-        of = f"{'uv'[i // 4 % 2]}{row}"
-        for name, at in (("%x", i), ("%y", i + 1)):
-            weights.append(f"fma.rn.f32 {name}, ${score + at}, %m, %n{row};")
-            weights.append(f"ex2.approx.ftz.f32 {name}, {name};")
-        weights.append(f"cvt.rn.{narrow}.f32 ${i // 2}, %y, %x;")
-        if i < 8:
-            weights.append(f"add.f32 %{of}, %x, %y;")
-        else:
-            weights.append("add.f32 %x, %x, %y;")
-            weights.append(f"add.f32 %{of}, %{of}, %x;")
-    weights += [f"add.f32 %u{row}, %u{row}, %v{row};" for row in (0, 1)]
-    code += weights
-    code.append(f"setp.gt.f32 %grew, %u0, {LIMIT_CODE};")
-    code.append(f"@!%grew setp.gt.f32 %grew, %u1, {LIMIT_CODE};")
-    code.append("vote.sync.any.pred %grew, %grew, 0xffffffff;")
-    code.append("@!%grew bra KNOWN;")
-    code.append("GROWN:")
-    for row in (0, 1):
-        own = [score + i for i in range(64) if i // 2 % 2 == row]
-        code.append(f"max.f32 %u{row}, ${own[0]}, ${own[1]};")
-        code += [f"max.f32 %u{row}, %u{row}, ${i};" for i in own[2:]]
-    for lane in (1, 2):
-        for row in (0, 1):
-            code.append(f"shfl.sync.bfly.b32 %x, %u{row}, {lane}, 31, 0xffffffff;")
-            code.append(f"max.f32 %u{row}, %u{row}, %x;")
-    for row in (0, 1):
-        code.append(f"neg.f32 %u{row}, %u{row};")
-        code.append(f"mul.f32 %u{row}, %u{row}, %m;")
-        code.append(f"cvt.rmi.f32.f32 %u{row}, %u{row};")
-        code.append(f"min.f32 %u{row}, %u{row}, %n{row};")
-        code.append(f"sub.f32 %y, %u{row}, %n{row};")
-        code.append(f"mov.f32 %n{row}, %u{row};")
-        code.append(f"ex2.approx.ftz.f32 %a{row}, %y;")
-        code.append(f"mul.f32 %s{row}, %s{row}, %a{row};")
-    code += weights
-    code.append("KNOWN:")
-    code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
-    for i in range(32):
-        name = "a" if i > 3 else "sn"[i % 2]
-        code.append(f"mov.f32 ${told + i}, %{name}{i // 2 % 2};")
-    return " ".join(code)
 
 
 WIDE_F16: tl.constexpr = tl.constexpr(wide_weights_code("f16x2"))
