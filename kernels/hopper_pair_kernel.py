@@ -64,6 +64,20 @@ def _kept(left, right, own, word_bufs, stage, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _weights(
+    s, own, offset, total, word_bufs, k_empty, stage,
+    HALF: gl.constexpr, MULT: gl.constexpr, HAS_PART: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile whose scores have arrived, see ``weighed_halves``; its keys are given
+    back."""
+    left, right = column_halves(s)
+    if HAS_PART:
+        left, right = _kept(left, right, own, word_bufs, stage, HALF)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return weighed_halves(left, right, offset, total, MULT, dtype)
+
+
+@gluon.jit
 def _ring(tile, STAGES: gl.constexpr):
     """(stage, phase of its barriers) of a tile; STAGES is 2 or 4."""
     stage = tile & (STAGES - 1)
@@ -141,13 +155,10 @@ def consume_row(
                         mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
                         held = turn < 0
                     s = warpgroup_mma_wait(0, deps=(s,))
-                    left, right = column_halves(s)
-                    if HAS_PART:
-                        left, right = _kept(left, right, own, word_bufs, stage, HALF)
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                    p, r, offset, total, alpha = weighed_halves(
-                        left, right, offset, total, MULT, dtype
-                    )
+                    p, r, offset, total, alpha = _weights(
+                        s, own, offset, total, word_bufs, k_empty, stage,
+                        HALF, MULT, HAS_PART, dtype,
+                    )  # fmt: skip
                     acc = rescaled(acc, alpha, BLOCK_D)
 
                     # -- scores of the next one, values of this one, then weights of the next ----
@@ -162,13 +173,10 @@ def consume_row(
                         acc = _added(acc, p, r, v_bufs, stage)
                         mbarrier.arrive(turns.index(1 - HALF), count=1)
                         s = warpgroup_mma_wait(2, deps=(s,))
-                        left, right = column_halves(s)
-                        if HAS_PART:
-                            left, right = _kept(left, right, own, word_bufs, after, HALF)
-                        mbarrier.arrive(k_empty.index(after), count=1)
-                        p, r, offset, total, alpha = weighed_halves(
-                            left, right, offset, total, MULT, dtype
-                        )
+                        p, r, offset, total, alpha = _weights(
+                            s, own, offset, total, word_bufs, k_empty, after,
+                            HALF, MULT, HAS_PART, dtype,
+                        )  # fmt: skip
                         acc = warpgroup_mma_wait(0, deps=(acc,))
                         mbarrier.arrive(v_empty.index(stage), count=1)
                         acc = rescaled(acc, alpha, BLOCK_D)
