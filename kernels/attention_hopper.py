@@ -100,6 +100,25 @@ def hopper_refusal(
     return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
 
 
+def form_refusal(keys: int, programs: int, stages: int, head_dim: int) -> str | None:
+    """Why there is no form with these numbers, None where there is one.
+
+    Args:
+        keys: of a tile. programs: per multiprocessor. stages: pairs of tiles in flight.
+    """
+    if keys not in (TILE, PAIR_KEYS):
+        return f"tiles have {TILE} or {PAIR_KEYS} keys, not {keys}"
+    sizes = [1] if keys == PAIR_KEYS else sorted(_REGISTERS)
+    if programs not in sizes:
+        return f"with tiles of {keys} keys programs must be one of {sizes}, not {programs}"
+    if stages < 1:
+        return f"stages must be at least 1, not {stages}"
+    rings = (2, 4) if head_dim <= 64 else (2,)
+    if keys == PAIR_KEYS and stages not in rings:
+        return f"with tiles of {keys} keys stages must be one of {rings}, not {stages}"
+    return None
+
+
 def hopper_forms(head_dim: int, pairs: bool) -> list[tuple[int, int, int]]:
     """(keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth timing.
 
@@ -186,14 +205,7 @@ def attention_hopper_forward(
         max(units, 1),
         plain=scale > 0,
     )
-    sizes = [1] if pairs else sorted(_REGISTERS)
-    if refusal is None and programs not in sizes:
-        refusal = f"with tiles of {keys} keys programs must be one of {sizes}, not {programs}"
-    if refusal is None and stages < 1:
-        refusal = f"stages must be at least 1, not {stages}"
-    rings = (2, 4) if head_dim <= 64 else (2,)
-    if refusal is None and pairs and stages not in rings:
-        refusal = f"with tiles of {keys} keys stages must be one of {rings}, not {stages}"
+    refusal = refusal or form_refusal(keys, programs, stages, head_dim)
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)

@@ -144,10 +144,10 @@ def _band(block_mask: BlockMask) -> list[int]:
 
 def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]) -> KernelCall:
     op = SPARSE_OPERATORS[kernel]
+    if kernel == "block" and hopper_programs(config):
+        _refuse_hopper(problem, config)
     block_mask = problem.block_mask((config[0], config[1]))
     if kernel == "block":
-        if hopper_programs(config):
-            _refuse_hopper(problem)
         # a choice from the store or a plan was made for a mask of equal statistics, not this one
         config = honest_config(block_mask, config, problem.batch * problem.heads)
     buffers = _mask_buffers(block_mask, config if kernel == "block" else ())
@@ -209,13 +209,14 @@ def _heads_can_be_batches(problem: AttentionProblem) -> bool:
     return alike and views and not problem.padding and problem.bias is None
 
 
-def _refuse_hopper(problem: AttentionProblem) -> None:
+def _refuse_hopper(problem: AttentionProblem, config: Sequence[int]) -> None:
     """Check a choice that may have been made elsewhere.
 
     Raises:
-        StofUnsupportedError: the Hopper kernel cannot run this problem here.
+        StofUnsupportedError: the Hopper kernel cannot run this problem here, or has no such form.
     """
-    from stof_compile.kernels.attention_hopper import hopper_refusal
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+    from stof_compile.kernels.attention_hopper import form_refusal, hopper_refusal
 
     on_gpu = problem.device.type == "cuda"
     refusal = hopper_refusal(
@@ -226,6 +227,9 @@ def _refuse_hopper(problem: AttentionProblem) -> None:
         problem.batch * problem.heads * -(-problem.q_len // 64),
         plain=problem.plain,
     )
+    how = BlockConfig(*config)
+    form = how.block_k, how.hopper, how.num_stages
+    refusal = refusal or form_refusal(*form, problem.head_dim)
     if refusal is not None:
         raise StofUnsupportedError(f"the Hopper attention kernel cannot run here: {refusal}")
 

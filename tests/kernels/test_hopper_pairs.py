@@ -255,3 +255,25 @@ def test_the_operator_hands_its_arguments_on(monkeypatch):
     tensors = [torch.zeros(1)] * 10
     assert run(*tensors, 0.5, 4, 2, 7, 1, True, True) == (0.5, 4, 2, 7, 1, True, True)
     assert run(*tensors, 0.5, 4, 2, 7, 1, True) == (0.5, 4, 2, 7, 1, False, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BlockConfig(block_k=128, num_stages=2, hopper=2), r"programs must be one of \[1\], not 2"),
+        (BlockConfig(block_k=128, hopper=1), r"stages must be one of \(2,\), not 3"),
+        (BlockConfig(num_stages=2, hopper=5), r"\[1, 2, 3, 4\], not 5"),
+        (BlockConfig(block_k=32, hopper=2), "tiles have 64 or 128 keys, not 32"),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_not_there_is_refused_when_bound(config, message, monkeypatch):
+    from stof_compile.attention.call import bind_kernel
+    from stof_compile.errors import StofUnsupportedError
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    meta = TensorMeta((1, 2, 128, 128), (32768, 16384, 128, 1), torch.float16)
+    device = torch.device("cuda")
+    problem = AttentionProblem(meta, meta, meta, masks.causal(), 0, device, 0.125)
+    with pytest.raises(StofUnsupportedError, match=message):
+        bind_kernel(problem, "block", tuple(config))
