@@ -52,7 +52,7 @@ def test_training_with_fragments_keeps_the_bitmap_where_no_rule_says_it(rule, mo
 
     from stof_compile.attention import call as module
 
-    monkeypatch.setattr(module, "_refuse_hopper", lambda problem: None)
+    monkeypatch.setattr(module, "_refuse_hopper", lambda *_: None)
     keep = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(1)) < 0.3
     spec = masks.sliding_window(9) if rule == "sliding" else masks.from_tensor(keep)
     asked = replace(problem(training=True), spec=spec)
