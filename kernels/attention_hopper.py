@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from .bound_launch import Descriptor, Repeat, launch, layout
+from .hopper_operands import (
+    WORDS,
+    for_tma,
+    last_heads_together,
+    new_queue,
+    no_fragments,
+    shared_layout,
+    tiles_of,
+)
 from .long_rows import WARPS, Pieces, merged, merging, new_pieces
 from .memo import remember
 from .merge_kernel import merge_rows_kernel
 from .problem import (
     LOG2E,
-    AttentionProblem,
     TileMask,
     broadcast_strides,
     check_problem,
@@ -30,7 +38,6 @@ from .problem import (
 
 TILE = 64
 PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
-WORDS = 128  # 32-bit mask words of a tile
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
 # The compiler takes them from the producer warp and gives them to the consumers.
@@ -214,20 +221,20 @@ def attention_hopper_forward(
     if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
     block_d, tail_d = (next_power_of_two(head_dim), 0) if pairs else widths(head_dim, programs)
-    held = [_for_tma(t) for t in (p.q, p.k, p.v)]
+    held = [for_tma(t) for t in (p.q, p.k, p.v)]
     tiled = (*held, out.transpose(1, 2))
     has_part = arrays.bitmap.shape[0] > 0
-    fragments = arrays.bitmap if has_part else _no_fragments(arrays)
+    fragments = arrays.bitmap if has_part else no_fragments(arrays)
     heights = (TILE, keys, keys, TILE) if pairs else (TILE,) * 4
-    operands: list[Any] = [_tiles(t, h, block_d) for t, h in zip(tiled, heights, strict=True)]
-    of_words = fragments.shape, (fragments.shape[1], 1), (1, WORDS), _layout(0, 32, 2)
+    operands: list[Any] = [tiles_of(t, h, block_d) for t, h in zip(tiled, heights, strict=True)]
+    of_words = fragments.shape, (fragments.shape[1], 1), (1, WORDS), shared_layout(0, 32, 2)
     operands.append(Descriptor(fragments, *of_words))
     if not pairs:
-        operands += [_tiles(t, TILE, tail_d) if tail_d else 0 for t in tiled]
+        operands += [tiles_of(t, TILE, tail_d) if tail_d else 0 for t in tiled]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
-    last_heads = _last_heads(p, slots, workers) if uneven else 1
+    last_heads = last_heads_together(p, slots, workers) if uneven else 1
     with on_device(q):
-        queue = _new_queue(arrays)
+        queue = new_queue(arrays)
         cut = (planes, heavy_rows, pieces, TILE, block_d + tail_d) if split else ()
         parts = new_pieces(q, *cut) if cut else None
         arguments = [
@@ -267,8 +274,8 @@ def _repeat(
     known: _Known, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask
 ) -> None:
     """Run a known launch on tensors with the same layouts, in the kernel's order of arguments."""
-    fragments = mask.bitmap if known.has_part else _no_fragments(mask)
-    queue = _new_queue(mask)
+    fragments = mask.bitmap if known.has_part else no_fragments(mask)
+    queue = new_queue(mask)
     tails = (q, k, v, out) if known.has_tail else ()
     parts = new_pieces(q, *known.pieces) if known.pieces else None
     known.repeat(
@@ -285,43 +292,6 @@ def _merge(parts: Pieces, mask: TileMask, out: Tensor, lse: Tensor) -> Repeat | 
     programs, arguments, constants = merging(parts, mask, out, lse)
     options = {"num_warps": WARPS, "launch_pdl": True}
     return launch(merge_rows_kernel, programs, arguments, {**constants, "PDL": True}, options)
-
-
-def _last_heads(p: AttentionProblem, units: int, workers: int) -> int:
-    """Heads that are computed together in the end, so that the longest units are begun before the
-    last rounds: four units for every worker, where the keys and values stay in the L2 cache.
-
-    Args:
-        units: of a head.
-    """
-    cache = getattr(torch.cuda.get_device_properties(p.k.device), "L2_cache_size", 0)
-    of_head = max(1, (p.k[0, 0].numel() + p.v[0, 0].numel()) * p.k.element_size() // p.group)
-    heads = min(-(-4 * workers // max(1, units)), cache * 6 // 10 // of_head)
-    return max(1, min(p.batch * p.heads, heads))
-
-
-def _new_queue(mask: TileMask) -> Tensor:
-    """The number of the next unit of work: 0."""
-    return mask.row_ptr.new_zeros(1)
-
-
-def _no_fragments(mask: TileMask) -> Tensor:
-    """What stands for the fragments of a mask without part tiles; nothing reads it."""
-    return mask.bitmap.new_empty((1, WORDS))
-
-
-@cache
-def _layout(swizzle: int, bits: int, rank: int) -> Any:
-    """The shared-memory layout of what TMA copies."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
-
-
-def _tiles(tensor: Tensor, rows: int, columns: int) -> Descriptor:
-    """Tiles of so many rows and columns of a [batch, heads, rows, head_dim] tensor."""
-    layout = _layout(min(2 * columns, 128), 16, 4)
-    return Descriptor(tensor, tensor.shape, _strides(tensor), (1, 1, rows, columns), layout)
 
 
 def widths(head_dim: int, programs: int) -> tuple[int, int]:
@@ -353,26 +323,3 @@ def query_slots(width: int, programs: int) -> int:
         width: of a head.
     """
     return 1 if width * programs > 288 else 2
-
-
-def _for_tma(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it if TMA cannot address it: 16-byte strides and address."""
-    step = 16 // tensor.element_size()
-    suits = (
-        tensor.stride(3) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(
-            size == 1 or (stride > 0 and stride % step == 0)
-            for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-        )
-    )
-    return tensor if suits else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """Strides with a valid number where a size of 1 makes them meaningless."""
-    row = tensor.shape[3]
-    return [
-        row if size == 1 and axis < 3 else stride
-        for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    ]

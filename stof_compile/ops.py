@@ -25,6 +25,7 @@ from stof_compile.ops_block import (
 from stof_compile.ops_fakes import fake_attention, fake_gradients
 from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_fp8 import attend_rounded, refusal_on, round_operands
+from stof_compile.ops_hopper_attention import gradient_fragments
 
 __all__ = [
     "attention_gradient",
@@ -136,9 +137,11 @@ def attention_rule_backward(
         plain = key_keep is None and bias is None and softcap == 0 and scale > 0
         name, config, mask = _unmeasured(kernel, spec, q, k, v, q_offset, plain)
         band = [] if mask.band is None else mask.band.as_ints()
+        fragments = gradient_fragments(mask, q.shape, v.shape, q.dtype, q.device, plain)
         dq, dk, dv, no_bias = torch.ops.stof.attention_backward(
             grad_out, grad_lse, q, k, v, *mask.tensors, key_keep, bias, scale, softcap, q_offset,
             band, *config[:2], False, out, lse, *mask.key_lists, multiplies_in_tf32(name, config),
+            fragments,
         )  # fmt: skip
         return dq, dk, dv, no_bias
     from stof_compile.kernels import reference

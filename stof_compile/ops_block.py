@@ -23,7 +23,7 @@ from stof_compile.ops_fakes import fake_attention, fake_gradients
 # Positions of arguments of the operators, for the gradient.
 _Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
-_PLAIN_BITMAP = 20  # of attention_block
+_PLAIN_BITMAP, _FRAGMENTS = 20, 21  # of attention_block
 # Positions of fields of a BlockConfig, and of tf32 in the config of each kernel.
 _NUM_WARPS, _STAGES, _HEADS_FAST, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 5, 9, 10, 11, 12
 _TF32 = {"block": 8, "row": 6, "gather": 5}
@@ -53,13 +53,15 @@ def attention_block(
     key_ptr: Tensor | None = None,
     key_tiles: Tensor | None = None,
     plain_bitmap: Tensor | None = None,
+    gradient_fragments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the block-wise kernel; see ``attention_block_forward`` in kernels/.
 
     ``key_ptr`` and ``key_tiles`` are ``BlockMask.key_lists``: given with ``return_lse``, gradients
     come from the kernels that walk them, else from the reference formula. A config with ``hopper``
     set runs ``attention_hopper``; ``bitmap`` then holds the mask's fragments, from which gradients
-    without a band make the bitmap at every call, unless it is given as ``plain_bitmap``.
+    without a band make the bitmap at every call, unless it is given as ``plain_bitmap``. With
+    ``BlockMask.gradient_fragments`` they come from the Hopper kernels, which read no bitmap.
     """
     if hopper_programs(config):
         if key_keep is not None or bias is not None or softcap != 0:
@@ -215,27 +217,39 @@ def attention_backward(
     key_ptr: Tensor | None = None,
     key_tiles: Tensor | None = None,
     tf32: bool = False,
+    fragments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias or [0]) of every attention operator over a block mask.
 
-    On a GPU that of q, k and v by the kernels of ``attention_backward.py``, given what the forward
+    On a GPU that of q, k and v by the kernels of ``attention_backward.py``, or with ``fragments``
+    (``BlockMask.gradient_fragments``) of ``attention_hopper_backward.py``, given what the forward
     pass returned (``out``, ``lse``); elsewhere, and where the gradient of a bias is wanted, by the
-    reference formula in strips of query rows. Opaque: the strips read the tile lists, whose values
-    no trace may need.
+    reference formula in strips of query rows. ``bitmap`` may be the mask's fragments. Opaque: the
+    strips read the tile lists, whose values no trace may need.
     """
+    serve = _kernels_serve(q, v, block_q, block_k, bias_grad, out, lse)
+    if bitmap.dtype == torch.int32 and not (serve and fragments is not None):
+        if band:  # nothing reads it
+            bitmap = bitmap.new_empty((0, block_q // 8 * (block_k // 8)), dtype=torch.int64)
+        else:
+            bitmap = from_fragments(bitmap)
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    if _kernels_serve(q, v, block_q, block_k, bias_grad, out, lse):
-        from stof_compile.kernels.attention_backward import attention_backward_blockwise
-
+    if serve:
         assert out is not None and lse is not None, "the kernels serve only what kept both"
         if key_ptr is None or key_tiles is None:
             rows, cols = -(-q.shape[2] // block_q), -(-k.shape[2] // block_k)
             key_ptr, key_tiles = key_lists(row_ptr, full_start, col_idx, bitmap_id, rows, cols)
-        gradients = attention_backward_blockwise(
-            grad_out, grad_lse, q, k, v, out, lse, mask, key_ptr, key_tiles, key_keep, bias, scale,
-            softcap, q_offset, band, block_q, block_k, tf32,
-        )  # fmt: skip
-        return *gradients, q.new_empty(0)
+        given = (grad_out, grad_lse, q, k, v, out, lse, mask, key_ptr, key_tiles)
+        if fragments is not None:
+            from stof_compile.kernels.attention_hopper_backward import attention_hopper_backward
+
+            if key_keep is not None or bias is not None or softcap != 0:
+                raise ValueError("the Hopper gradients take no padding, bias or softcap")
+            return *attention_hopper_backward(*given, fragments, scale), q.new_empty(0)
+        from stof_compile.kernels.attention_backward import attention_backward_blockwise
+
+        numbers = (scale, softcap, q_offset, band, block_q, block_k, tf32)
+        return *attention_backward_blockwise(*given, key_keep, bias, *numbers), q.new_empty(0)
     from stof_compile.kernels import reference
 
     keep_rows = reference.tile_keep_rows(
@@ -273,23 +287,27 @@ def _kernels_serve(
 
 def save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Keep the inputs of an attention operator over a block mask for its gradient."""
-    _save(ctx, inputs, (None, None, None, None))
+    _save(ctx, inputs, (None, None, None, None, None))
 
 
-def _save_with_results(
-    ctx: Any, inputs: tuple[Any, ...], output: Any, kernel: str, plain: int | None = None
-) -> None:
+def _save_with_results(ctx: Any, inputs: tuple[Any, ...], output: Any, kernel: str) -> None:
     """Keep the results too, and the lists by column: the backward kernels read them.
 
     Lists are given where gradients are wanted and none of a bias; without them the reference
-    formula is used. ``plain`` is the position of the bitmap to keep in place of fragments.
+    formula is used. ``attention_block`` may have the bitmap to keep in place of fragments, and
+    those the Hopper kernels read.
     """
     out, lse = output
-    if plain is not None and len(inputs) > plain and inputs[plain] is not None:
-        inputs = (*inputs[:_BITMAP], inputs[plain], *inputs[_BITMAP + 1 :])
+    fragments = None
+    if kernel == "block":
+        plain, fragments = (
+            inputs[place] if len(inputs) > place else None for place in (_PLAIN_BITMAP, _FRAGMENTS)
+        )
+        if plain is not None:
+            inputs = (*inputs[:_BITMAP], plain, *inputs[_BITMAP + 1 :])
     ours = inputs[_RETURN_LSE] and len(inputs) > _KEY_PTR and inputs[_KEY_PTR] is not None
     results = (out, lse) if ours else (None, None)
-    _save(ctx, inputs, (*results, *inputs[_KEY_PTR : _KEY_PTR + 2]))
+    _save(ctx, inputs, (*results, *inputs[_KEY_PTR : _KEY_PTR + 2], fragments))
     ctx.tf32 = multiplies_in_tf32(kernel, ctx.config)
 
 
@@ -320,22 +338,16 @@ def attention_gradient(
 ) -> tuple[Any, ...]:
     """Gradient of every attention operator over a block mask, for its q, k, v and bias."""
     kept = ctx.saved_tensors  # once: a checkpoint lets each be unpacked a single time
-    saved, results = list(kept[: _BIAS + 1]), kept[_BIAS + 1 :]
+    saved = kept[: _BIAS + 1]
     gradients: list[Tensor | None] = [None] * ctx.inputs
     grad_out, grad_lse = upstream(ctx, saved[_Q], saved[_V], grad_out, grad_lse)
     if grad_out is None:
         return tuple(gradients)
-    block_q, block_k = ctx.config[:2]
-    if saved[_BITMAP].dtype == torch.int32:
-        if ctx.band:  # nothing reads it
-            words = block_q // 8 * (block_k // 8)
-            saved[_BITMAP] = saved[_BITMAP].new_empty((0, words), dtype=torch.int64)
-        else:
-            saved[_BITMAP] = from_fragments(saved[_BITMAP])
+    *results, fragments = kept[_BIAS + 1 :]
     bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     dq, dk, dv, dbias = torch.ops.stof.attention_backward(
-        grad_out, grad_lse, *saved, ctx.scale, ctx.softcap, ctx.q_offset, ctx.band, block_q,
-        block_k, bias_grad, *results, ctx.tf32,
+        grad_out, grad_lse, *saved, ctx.scale, ctx.softcap, ctx.q_offset, ctx.band,
+        *ctx.config[:2], bias_grad, *results, ctx.tf32, fragments,
     )  # fmt: skip
     gradients[_Q], gradients[_K], gradients[_V] = dq, dk, dv
     gradients[_BIAS] = dbias if bias_grad else None
@@ -362,14 +374,9 @@ def _fake(operator: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return fake
 
 
-_OPERATORS = (
-    (attention_block, "block", _PLAIN_BITMAP),
-    (attention_row, "row", None),
-    (attention_gather, "gather", None),
-)
-for _operator, _kernel, _plain in _OPERATORS:
+_OPERATORS = ((attention_block, "block"), (attention_row, "row"), (attention_gather, "gather"))
+for _operator, _kernel in _OPERATORS:
     _operator.register_fake(_fake(_operator._qualname))
     _operator.register_autograd(
-        attention_gradient,
-        setup_context=partial(_save_with_results, kernel=_kernel, plain=_plain),
+        attention_gradient, setup_context=partial(_save_with_results, kernel=_kernel)
     )

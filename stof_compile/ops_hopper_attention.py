@@ -1,15 +1,17 @@
-"""The operator of the Hopper kernel of block-wise attention.
+"""The operator of the Hopper kernel of block-wise attention, and what its gradients need.
 
 Opaque to torch.compile: its TMA descriptors are made at the call. Defined in a library and not as a
 custom operator, which would take as long to get through as the launch. Only ``attention_block``
 calls it, and has the gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stof_compile.masks.block_mask import BlockMask
 from stof_compile.ops_fakes import fake_attention
 
 _RETURN_LSE = 12  # among the arguments behind v
@@ -60,3 +62,36 @@ _LIBRARY.impl("attention_hopper", _attention_hopper, "CUDA")
 @torch.library.register_fake("stof::attention_hopper")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return fake_attention(q, v, rest[_RETURN_LSE])
+
+
+def gradient_fragments(
+    mask: BlockMask,
+    q_shape: Sequence[int],
+    v_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    plain: bool,
+) -> Tensor | None:
+    """What the Hopper kernels of the gradient read of a mask; None where they cannot run.
+
+    Args:
+        q_shape: [batch, heads, q_len, head_dim]. v_shape: [batch, kv_heads, k_len, value_dim].
+        dtype: of q, k and v. device: where they are.
+        plain: no padding, no bias, no softcap and a positive scale.
+    """
+    if device.type != "cuda":
+        return None
+    from stof_compile.kernels.attention_hopper_backward import hopper_gradient_refusal
+
+    batch, heads, _, head_dim = q_shape
+    refusal = hopper_gradient_refusal(
+        head_dim,
+        v_shape[3],
+        dtype,
+        torch.cuda.get_device_capability(device),
+        batch * heads * max(mask.rows, mask.cols),
+        plain=plain,
+        tile=(mask.block_q, mask.block_k),
+        grouped_planes=v_shape[1] != heads and mask.planes > 1,
+    )
+    return mask.gradient_fragments if refusal is None else None

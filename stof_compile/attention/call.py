@@ -15,6 +15,7 @@ from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.ops_block import hopper_programs, with_heavy_rows
 from stof_compile.ops_fp8 import attend_rounded, round_operands
+from stof_compile.ops_hopper_attention import gradient_fragments
 
 MASK_FIELDS = ("plane_map", "row_ptr", "full_start", "col_idx", "bitmap_id", "bitmap", "row_order")
 
@@ -121,12 +122,22 @@ def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str
 
 
 def gradient_arrays(
-    block_mask: BlockMask, kernel: str, config: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """What an attention operator keeps of a mask for gradients from kernels, by name: the tile
-    lists by column, and the bitmap where it reads fragments and no rule says what is kept."""
-    arrays = dict(zip(("key_ptr", "key_tiles"), block_mask.key_lists, strict=True))
-    if kernel == "block" and hopper_programs(config) and block_mask.band is None:
+    block_mask: BlockMask, kernel: str, config: Sequence[int], fragments: torch.Tensor | None
+) -> dict[str, torch.Tensor | None]:
+    """What an attention operator keeps of a mask for gradients from kernels, by name and in its
+    order: the tile lists by column, the bitmap where it reads fragments and no rule says what is
+    kept, or what the Hopper kernels of the gradient read.
+
+    Args:
+        fragments: ``ops_block.gradient_fragments``.
+    """
+    names = ("key_ptr", "key_tiles")
+    arrays: dict[str, torch.Tensor | None] = dict(zip(names, block_mask.key_lists, strict=True))
+    if kernel != "block":
+        return arrays
+    if fragments is not None:
+        return arrays | {"bitmap": None, "gradient_fragments": fragments}
+    if hopper_programs(config) and block_mask.band is None:
         arrays["bitmap"] = block_mask.bitmap
     return arrays
 
@@ -154,12 +165,14 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
     names, band = tuple(buffers), _band(block_mask)
     # the reference formula gives the gradient of a bias and needs neither lists nor log-sum-exp
     kernels_backward = problem.training and not problem.bias_grad
-    lists = {}
+    kept = {}
     if kernels_backward:
-        kept = gradient_arrays(block_mask, kernel, config)
-        lists = {f"{_stem(block_mask)}_{name}": array for name, array in kept.items()}
+        facts = problem.q.shape, problem.v.shape, problem.q.dtype, problem.device, problem.plain
+        fragments = gradient_fragments(block_mask, *facts)
+        kept = gradient_arrays(block_mask, kernel, config, fragments)
+    lists = {f"{_stem(block_mask)}_{name}": array for name, array in kept.items()}
     packed = _pack_buffers(block_mask) if kernel == "gather" else {}
-    buffers |= lists | packed
+    buffers |= {name: array for name, array in lists.items() if array is not None} | packed
     no_lists = (None, None) if packed and not lists else ()
 
     def run_rounded(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
@@ -187,7 +200,7 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
             list(config),
             kernels_backward,
             *no_lists,
-            *(held[name] for name in (*lists, *packed)),
+            *(held.get(name) for name in (*lists, *packed)),
         )[0]
 
     def run_heads_first(

@@ -33,6 +33,7 @@ from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 from stof_compile.ops_block import wants_kernel_gradients
 from stof_compile.ops_first_config import first_gpu_config
+from stof_compile.ops_hopper_attention import gradient_fragments
 
 KERNELS = ("row", "block", "gather", "flex", "sdpa")
 KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "gather", "sdpa")}
@@ -265,7 +266,8 @@ def _attend(
     more: list[Any] = [] if on_gpu else [kernel]
     by_kernels = wants_kernel_gradients(q, k, v, bias)
     if by_kernels:
-        more = [*gradient_arrays(block_mask, kernel, config).values()]
+        fragments = gradient_fragments(block_mask, q.shape, v.shape, q.dtype, q.device, plain)
+        more = [*gradient_arrays(block_mask, kernel, config, fragments).values()]
     elif on_gpu and kernel == "gather":
         more = [None, None]
     if on_gpu and kernel == "gather":

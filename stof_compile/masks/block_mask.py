@@ -18,7 +18,7 @@ from stof_compile.masks import bitmap
 from stof_compile.masks.assemble import Storage, assemble, planes_of
 from stof_compile.masks.bands import BandRule
 from stof_compile.masks.derived import Made, derive
-from stof_compile.masks.fragments import to_fragments
+from stof_compile.masks.fragments import both_ways, to_fragments
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
 from stof_compile.masks.packed_columns import PackedColumns, pack_columns, packed_tiles
@@ -114,16 +114,20 @@ class BlockMask:
         Raises:
             StofMaskError: another tile size.
         """
-        if (self.block_q, self.block_k) not in ((64, 64), (64, 128)):
-            raise StofMaskError(
-                "fragments exist for tiles of 64 x 64 and 64 x 128, not "
-                f"{self.block_q} x {self.block_k}"
-            )
+        tile = (self.block_q, self.block_k)
+        if tile not in ((64, 64), (64, 128)):
+            raise StofMaskError(f"fragments exist for tiles of 64 x 64 and 64 x 128, not {tile}")
         host = vars(self).get(HOST)
         return self._derive(
             "bitmap in fragments",
             lambda: to_fragments(self.bitmap) if host is None else host.fragments.to(self.device),
         )
+
+    @cached_property
+    def gradient_fragments(self) -> Tensor:
+        """The fragments of 64 x 64 tiles and of these transposed, int32 [2, U, 128], for gradients
+        from the Hopper kernels."""
+        return self._derive("bitmap in fragments both ways", lambda: both_ways(self.bitmap))
 
     @cached_property
     def key_lists(self) -> tuple[Tensor, Tensor]:
@@ -305,12 +309,8 @@ class BlockMask:
         """Return the mask with its tensors on ``device``."""
         if torch.device(device) == self.device:
             return self
-        moved = {
-            field.name: getattr(self, field.name).to(device)
-            for field in fields(self)
-            if field.type == "Tensor"
-        }
-        return replace(self, **moved)
+        names = [field.name for field in fields(self) if field.type == "Tensor"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def to_dense(self) -> Tensor:
         """Expand to bool [Bm, Hm, q_len, k_len], the whole matrix."""

@@ -28,6 +28,15 @@ def to_fragments(words: Tensor) -> Tensor:
     return made.view(words.shape[0], 2 * words.shape[1])
 
 
+def both_ways(words: Tensor) -> Tensor:
+    """Fragments of 64 x 64 tiles, and of the same tiles transposed: int64 [N, 64] to int32
+    [2, N, 128]."""
+    made = [to_fragments(words)]
+    turned = [bitmap.pack(_unpacked(part).mT) for part in words.split(_CHUNK)]
+    made.append(to_fragments(torch.cat(turned) if turned else words))
+    return torch.stack(made)
+
+
 def from_fragments(fragments: Tensor) -> Tensor:
     """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64], or twice as many of both."""
     parts = fragments.reshape(-1, 128).split(_CHUNK)
@@ -47,8 +56,12 @@ def _restore(fragments: Tensor) -> Tensor:
 
 
 def _reorder(words: Tensor) -> Tensor:
-    tiles = bitmap.unpack(words, 64, 64).reshape(-1, 4, 2, 8, 8, 4, 2)
+    tiles = _unpacked(words).reshape(-1, 4, 2, 8, 8, 4, 2)
     bits = tiles.permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, 128, 4, 8)
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=words.device)
     octets = (bits.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
     return octets.contiguous().view(torch.int32).squeeze(-1)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    return bitmap.unpack(words, 64, 64)

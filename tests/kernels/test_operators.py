@@ -38,7 +38,9 @@ def test_schema_is_the_documented_one():
         "SymInt[] config, bool return_lse, Tensor? key_ptr=None, Tensor? key_tiles=None) "
         "-> (Tensor, Tensor)"
     )
-    with_bitmap = wanted.replace(") ->", ", Tensor? plain_bitmap=None) ->")
+    with_bitmap = wanted.replace(
+        ") ->", ", Tensor? plain_bitmap=None, Tensor? gradient_fragments=None) ->"
+    )
     for name, form in (("attention_block", with_bitmap), ("attention_row", wanted)):
         schema = str(getattr(torch.ops.stof, name).default._schema)
         assert schema == f"stof::{name}{form}"
