@@ -1,8 +1,8 @@
 """The gradient of block-wise attention on Hopper GPUs: when it can run, and how its two kernels are
 launched.
 
-What ``attention_backward.py`` computes, for heads up to 64 wide and tiles of 64 x 64, with the mask
-of part tiles as fragments (``BlockMask.gradient_fragments``).
+What ``attention_backward.py`` computes, for tiles of 64 x 64, with the mask of part tiles as
+fragments (``BlockMask.gradient_fragments``).
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,31 @@ from .bound_launch import Descriptor, Repeat, launch, layout
 from .hopper_operands import (
     WORDS,
     for_tma,
+    last_heads_together,
     new_queue,
     no_fragments,
     shared_layout,
     tiles_of,
 )
 from .memo import remember
-from .problem import LOG2E, TileMask, broadcast_strides, check_problem, on_device
+from .problem import LOG2E, TileMask, broadcast_strides, check_problem, next_power_of_two, on_device
 
-MAX_WIDTH = 64  # of a head
-# (programs per multiprocessor, registers a thread starts with, pairs of tiles in flight) of the
-# query and of the key kernel: the registers of 256 threads each fill a multiprocessor, and the
-# compiler takes them from the producer warp and gives them to the consumers.
-_QUERY, _KEY = (3, 80, 2), (2, 120, 4)
+
+class Form(NamedTuple):
+    """How a kernel is launched."""
+
+    programs: int  # per multiprocessor
+    # a thread starts with: those of 256 threads and all programs fill a multiprocessor; the
+    # compiler takes them from the producer warp and gives them to the consumers
+    registers: int
+    slots: int  # units a program holds: with two the next one is there in time
+    stages: int  # pairs of tiles in flight
+
+
+FORMS = {  # of the query and of the key kernel, by the width of a head
+    64: (Form(3, 80, 2, 2), Form(2, 120, 2, 4)),
+    128: (Form(2, 128, 1, 2), Form(2, 128, 1, 2)),
+}
 
 
 class _Known(NamedTuple):
@@ -63,8 +75,6 @@ def hopper_gradient_refusal(
     """
     if tile != (TILE, TILE):
         return f"tiles have {TILE} x {TILE} elements, not {tile[0]} x {tile[1]}"
-    if head_dim > MAX_WIDTH:
-        return f"it takes head dims up to {MAX_WIDTH}, not {head_dim}"
     if grouped_planes:
         return "query heads that share a key head must share their mask"
     return hopper_refusal(head_dim, value_dim, dtype, capability, units, plain=plain)
@@ -145,44 +155,46 @@ def attention_hopper_backward(
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous().float()
     has_part = fragments.shape[1] > 0
+    width = next_power_of_two(p.head_dim)
+    by_query, by_key = FORMS[width]
     stats = lse.new_empty((planes * p.rows, WORDS))
     of_q, of_k, of_v, of_out, of_grad, of_dq, of_dk, of_dv = (
-        tiles_of(t, TILE, MAX_WIDTH) for t in (*held, *gradients)
+        tiles_of(t, TILE, width) for t in (*held, *gradients)
     )
     words = [_rows_of(part) for part in (fragments if has_part else [no_fragments(arrays)] * 2)]
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    constants = {"SCALE": float(scale), "MULT": float(scale) * LOG2E}
+    numbers = {"SCALE": float(scale), "MULT": float(scale) * LOG2E, "WIDTH": width}
     of_mask = {"GROUP": p.group, "SINGLE_PLANE": p.single_plane, "HAS_PART": has_part}
     kv_heads = p.heads // p.group
     with on_device(q):
         queues = new_queue(arrays), new_queue(arrays)
-        programs, registers, stages = _QUERY
         query = launch(
             attention_hopper_query_kernel,
-            min(count * programs, planes * p.rows),
+            min(count * by_query.programs, planes * p.rows),
             [
                 of_q, of_grad, of_out, of_k, of_v, of_dq, words[0],
                 lse, lse if grad_lse is None else grad_lse, stats, queues[0],
                 arrays.plane_map, *broadcast_strides(arrays.plane_map),
                 arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id,
                 arrays.row_order,
-                planes, p.heads, p.q_len, p.rows, _heavy(p.rows), 1,
+                planes, p.heads, p.q_len, p.rows, _heavy(p.rows),
+                last_heads_together(p, p.rows, count * by_query.programs),
             ],
-            {**constants, "STAGES": stages, **of_mask, "HAS_GRAD_LSE": grad_lse is not None},
-            {"num_warps": 4, "maxnreg": registers, "launch_pdl": True},
+            {**_constants(by_query, numbers), **of_mask, "HAS_GRAD_LSE": grad_lse is not None},
+            {"num_warps": 4, "maxnreg": by_query.registers, "launch_pdl": True},
         )  # fmt: skip
-        programs, registers, stages = _KEY
         key = launch(
             attention_hopper_key_kernel,
-            min(count * programs, p.batch * kv_heads * cols),
+            min(count * by_key.programs, p.batch * kv_heads * cols),
             [
                 of_k, of_v, of_q, of_grad, of_dk, of_dv, words[1], _rows_of(stats), queues[1],
                 arrays.plane_map, *broadcast_strides(arrays.plane_map),
                 key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
-                p.batch * kv_heads, kv_heads, cols, p.rows, _heavy(cols), 1,
+                p.batch * kv_heads, kv_heads, cols, p.rows, _heavy(cols),
+                min(p.batch * kv_heads, last_heads_together(p, cols, count * by_key.programs)),
             ],
-            {**constants, "STAGES": stages, **of_mask},
-            {"num_warps": 4, "maxnreg": registers, "launch_pdl": True},
+            {**_constants(by_key, numbers), **of_mask},
+            {"num_warps": 4, "maxnreg": by_key.registers, "launch_pdl": True},
         )  # fmt: skip
     plain = all(a.data_ptr() == b.data_ptr() for a, b in zip(given, held, strict=True))
     if query is not None and key is not None and plain:
@@ -216,6 +228,10 @@ def _repeat(
         k, v, q, grad_out, dk, dv, words[1], stats, new_queue(mask), mask.plane_map,
         key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
     )  # fmt: skip
+
+
+def _constants(form: Form, numbers: dict[str, float]) -> dict[str, Any]:
+    return {**numbers, "SLOTS": form.slots, "STAGES": form.stages}
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,27 +9,25 @@ from .hopper_registers import ROWS
 from .hopper_units import unit_place
 from .softmax import LOG2E
 
-SLOTS: gl.constexpr = gl.constexpr(2)  # units a program holds: the next one is there in time
-WIDTH: gl.constexpr = gl.constexpr(64)  # of a head, with zeros behind it
-
 
 @gluon.jit
 def produce_gradient(
     own_desc, own_desc_2, out_desc, met_desc, met_desc_2, word_desc, stat_desc,
-    own_bufs, own_bufs_2, out_bufs, met_bufs, met_bufs_2, word_bufs, stat_bufs, unit_bufs, row_bufs,
-    unit_full, unit_empty, out_full, out_empty, met_full, met_full_2, met_empty,
+    own_bufs, own_bufs_2, met_bufs, met_bufs_2, word_bufs, stat_bufs, unit_bufs, row_bufs,
+    unit_full, unit_empty, met_full, met_full_2, met_empty,
     lse, grad_lse, queue, plane_map, plane_stride_b, plane_stride_h,
     tile_ptr, full_start, tile_idx, bitmap_id, order,
     batch_heads, heads, q_len, rows, met_rows, heavy_rows, last_heads,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
     BY_QUERY: gl.constexpr, HAS_GRAD_LSE: gl.constexpr,
 ):  # fmt: skip
     """Take units from the queue and load what they need, until the queue is empty.
 
     A unit is a tile row (BY_QUERY) or a tile column of one head, with two tiles of its own, and two
-    for each tile of the mask it meets: a row has q and dO (also out and the log-sum-exp) and meets
-    k and v; a column has k and v and meets q and dO (also what the first kernel left of the rows),
-    for each query head of its group.
+    for each tile of the mask it meets: a row has q and dO, gets its log-sum-exp and the tile of
+    ``out`` first, in the place of values, and meets k and v; a column has k and v and meets q and
+    dO, with what the first kernel left of those rows, for each query head of its group.
     """
     TILE_BYTES: gl.constexpr = ROWS * WIDTH * 2
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -81,12 +79,15 @@ def produce_gradient(
         at_row = row * ROWS
         tma_load(own_desc, [b, h, at_row, 0], full, own_bufs.index(slot), pred=valid)
         tma_load(own_desc_2, [b, h, at_row, 0], full, own_bufs_2.index(slot), pred=valid)
-        if BY_QUERY:
-            mbarrier.wait(out_empty.index(0), (turn & 1) ^ 1)
-            mbarrier.expect(out_full.index(0), TILE_BYTES, pred=valid)
-            tma_load(
-                out_desc, [b, h, at_row, 0], out_full.index(0), out_bufs.index(0), pred=valid
-            )  # fmt: skip
+        if BY_QUERY:  # noqa: SIM102  (known to the compiler, the next one is not)
+            if valid:
+                stage = step % STAGES
+                mbarrier.wait(met_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.arrive(met_full.index(stage), count=1)  # no keys come with it
+                full = met_full_2.index(stage)
+                mbarrier.expect(full, TILE_BYTES)
+                tma_load(out_desc, [b, h, at_row, 0], full, met_bufs_2.index(stage))
+                step += 1
 
         # -- tiles it meets ----
         MEMBERS: gl.constexpr = 1 if BY_QUERY else GROUP

@@ -2,7 +2,9 @@
 block-wise attention; ``attention_hopper_backward.py`` launches both.
 
 As ``hopper_query_gradient.py``, but a unit is a tile column of one key head, scores are
-[keys, rows], and a part tile's words are those of the transposed tile.
+[keys, rows], and a part tile's words are those of the transposed tile. The products of keys and
+queries and of values and dO begin at what is to be subtracted, the log-sum-exp and delta of the
+rows: registers of their own for these would not fit beside dK and dV of 128 columns.
 """
 
 from triton.experimental import gluon
@@ -16,9 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_gradient_loads import SLOTS, WIDTH, produce_gradient
+from .hopper_gradient_loads import produce_gradient
 from .hopper_kernel import WORDS, barrier_of_threads, tma_store
 from .hopper_registers import ROWS, fragment_layout, kept_scores, without
+
+
+@gluon.jit
+def _begun(of_rows, layout: gl.constexpr):
+    """What a product of keys and rows begins at: a number of each row, in registers of its own."""
+    begun = of_rows.load(gl.SliceLayout(0, layout))[None, :].broadcast_to([ROWS, ROWS])
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [begun], gl.float32, False, 1)
 
 
 @gluon.jit
@@ -26,18 +35,18 @@ def consume_rows(
     dk_desc, dv_desc,
     k_bufs, v_bufs, q_bufs, grad_bufs, word_bufs, stat_bufs, unit_bufs,
     unit_full, unit_empty, q_full, grad_full, met_empty,
-    SCALE: gl.constexpr, MULT: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HAS_PART: gl.constexpr,
+    SCALE: gl.constexpr, MULT: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the units."""
     dtype: gl.constexpr = dk_desc.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    of_rows: gl.constexpr = gl.SliceLayout(0, layout)
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     word_layout: gl.constexpr = without(fragment_layout(), [1, 3, 5])
     everywhere: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     field = gl.arange(0, 8, layout=everywhere)
-    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
     turn = 0
     stage = 0
     phase = 0
@@ -53,43 +62,40 @@ def consume_rows(
         if going > 0:
             k_tile = k_bufs.index(slot).reshape([ROWS, WIDTH])
             v_tile = v_bufs.index(slot).reshape([ROWS, WIDTH])
-            dk = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-            dv = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-            tma.store_wait(0)  # the last unit's results have left their slots
-            mbarrier.arrive(unit_empty.index(slot ^ 1), count=1, pred=turn > 0)
+            dk = gl.zeros([ROWS, WIDTH], gl.float32, result)
+            dv = gl.zeros([ROWS, WIDTH], gl.float32, result)
+            if SLOTS == 2:
+                tma.store_wait(0)  # the last unit's results have left their slots
+                mbarrier.arrive(unit_empty.index(slot ^ 1), count=1, pred=turn > 0)
             barrier_of_threads()  # here, or the compiler puts one into the loop
             number = 0  # of a tile among those of its head
             for t in range(0, GROUP * count):
                 # -- scores, and the gradient of the weights ----
                 mbarrier.wait(q_full.index(stage), phase)
                 q_tile = q_bufs.index(stage).reshape([ROWS, WIDTH])
-                s = warpgroup_mma(
-                    k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True
-                )  # fmt: skip
+                stat_tile = stat_bufs.index(stage).reshape([2 * ROWS])
+                s = _begun(stat_tile.slice(0, ROWS), layout)
+                dp = _begun(stat_tile.slice(ROWS, ROWS), layout)
+                s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, is_async=True)
                 mbarrier.wait(grad_full.index(stage), phase)
                 grad_tile = grad_bufs.index(stage).reshape([ROWS, WIDTH])
-                dp = warpgroup_mma(
-                    v_tile, grad_tile.permute((1, 0)), zero, use_acc=False, is_async=True
-                )  # fmt: skip
+                dp = warpgroup_mma(v_tile, grad_tile.permute((1, 0)), dp, is_async=True)
                 # the tile before is given back while the products run, which hides the barriers
                 mbarrier.arrive(met_empty.index(before), count=1, pred=t > 0)
                 barrier_of_threads()
                 if HAS_PART:  # read while the products run; not used on full tiles
                     words = word_bufs.index(stage).reshape([4, 8, 4]).load(word_layout)
-                stat_tile = stat_bufs.index(stage).reshape([2 * ROWS])
-                less = stat_tile.slice(0, ROWS).load(of_rows)
-                s = warpgroup_mma_wait(1, deps=(s,))
+                s = warpgroup_mma_wait(1, deps=(s,))  # less lse / scale
                 if HAS_PART:  # noqa: SIM102  (known to the compiler, the next one is not)
                     if number < parts:
                         s = kept_scores(s, words)
-                p = gl.exp2(gl.fma(s, MULT, less[None, :]))
+                p = gl.exp2(s * MULT)
                 of_value = gl.convert_layout(p.to(dtype), weights, assert_trivial=True)
-                delta = stat_tile.slice(ROWS, ROWS).load(of_rows)
 
                 # -- gradients of the values, of the scores, of the keys ----
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 dv = warpgroup_mma(of_value, grad_tile, dv, is_async=True)
-                ds = (p * (dp - delta[None, :])).to(dtype)
+                ds = (p * dp).to(dtype)  # dp is less delta
                 ds = gl.convert_layout(ds, weights, assert_trivial=True)
                 dk = warpgroup_mma(ds, q_tile, dk, is_async=True)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -113,6 +119,9 @@ def consume_rows(
             fence_async_shared()
             tma_store(dk_desc, [b, h, col * ROWS, 0], k_bufs.index(slot))
             tma_store(dv_desc, [b, h, col * ROWS, 0], v_bufs.index(slot))
+            if SLOTS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(unit_empty.index(0), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -129,8 +138,9 @@ def attention_hopper_key_kernel(
     queue, plane_map, plane_stride_b, plane_stride_h,
     col_ptr, full_start, row_idx, bitmap_id, col_order,
     batch_heads, heads, cols, rows, heavy_cols, last_heads,
-    SCALE: gl.constexpr, MULT: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
+    SCALE: gl.constexpr, MULT: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once. batch_heads and heads are k's."""
     dtype: gl.constexpr = k_desc.dtype
@@ -167,20 +177,19 @@ def attention_hopper_key_kernel(
                     dk_desc, dv_desc,
                     k_bufs, v_bufs, q_bufs, grad_bufs, word_bufs, stat_bufs, unit_bufs,
                     unit_full, unit_empty, q_full, grad_full, met_empty,
-                    SCALE, MULT, STAGES, GROUP, HAS_PART,
+                    SCALE, MULT, WIDTH, SLOTS, STAGES, GROUP, HAS_PART,
                 ),
             ),
             (
                 produce_gradient,
                 (
                     k_desc, v_desc, k_desc, q_desc, grad_desc, word_desc, stat_desc,
-                    k_bufs, v_bufs, k_bufs, q_bufs, grad_bufs, word_bufs, stat_bufs, unit_bufs,
-                    stat_bufs,
-                    unit_full, unit_empty, unit_full, unit_empty, q_full, grad_full, met_empty,
+                    k_bufs, v_bufs, q_bufs, grad_bufs, word_bufs, stat_bufs, unit_bufs, stat_bufs,
+                    unit_full, unit_empty, q_full, grad_full, met_empty,
                     queue, queue, queue, plane_map, plane_stride_b, plane_stride_h,
                     col_ptr, full_start, row_idx, bitmap_id, col_order,
                     batch_heads, heads, 0, cols, rows, heavy_cols, last_heads,
-                    STAGES, GROUP, SINGLE_PLANE, HAS_PART, False, False,
+                    WIDTH, SLOTS, STAGES, GROUP, SINGLE_PLANE, HAS_PART, False, False,
                 ),
             ),
         ],

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_gradient_loads import SLOTS, WIDTH, produce_gradient
+from .hopper_gradient_loads import produce_gradient
 from .hopper_kernel import WORDS, barrier_of_threads, tma_store
 from .hopper_registers import ROWS, fragment_layout, kept_scores, without
 
@@ -25,16 +25,18 @@ from .hopper_registers import ROWS, fragment_layout, kept_scores, without
 @gluon.jit
 def consume_keys(
     dq_desc, stats,
-    q_bufs, grad_bufs, out_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, row_bufs,
-    unit_full, unit_empty, out_full, out_empty, k_full, v_full, met_empty,
+    q_bufs, grad_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, row_bufs,
+    unit_full, unit_empty, k_full, v_full, met_empty,
     heads, rows,
-    SCALE: gl.constexpr, MULT: gl.constexpr, STAGES: gl.constexpr, HAS_PART: gl.constexpr,
-    HAS_GRAD_LSE: gl.constexpr,
+    SCALE: gl.constexpr, MULT: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_PART: gl.constexpr, HAS_GRAD_LSE: gl.constexpr,
 ):  # fmt: skip
     """dQ of the units, and of each of their rows what the key kernel needs."""
     dtype: gl.constexpr = dq_desc.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     word_layout: gl.constexpr = without(fragment_layout(), [1, 3, 5])
     everywhere: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -59,20 +61,25 @@ def consume_keys(
             q_tile = q_bufs.index(slot).reshape([ROWS, WIDTH])
             grad_tile = grad_bufs.index(slot).reshape([ROWS, WIDTH])
             less = row_bufs.index(2 * slot).load(of_rows)
-            mbarrier.wait(out_full.index(0), turn & 1)
-            out_tile = out_bufs.index(0).reshape([ROWS, WIDTH])
-            product = out_tile.load(layout).to(gl.float32) * grad_tile.load(layout).to(gl.float32)
-            mbarrier.arrive(out_empty.index(0), count=1)
-            delta = gl.sum(product, 1)
+            # -- sum of dO * out of each row; out comes in the place of values ----
+            mbarrier.wait(v_full.index(stage), phase)
+            out_tile = v_bufs.index(stage).reshape([ROWS, WIDTH])
+            product = out_tile.load(result).to(gl.float32) * grad_tile.load(result).to(gl.float32)
+            mbarrier.arrive(met_empty.index(stage), count=1)
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+            delta = gl.convert_layout(gl.sum(product, 1), of_rows, assert_trivial=True)
             if HAS_GRAD_LSE:
                 delta -= row_bufs.index(2 * slot + 1).load(of_rows)
             at = stats + ((b * heads + h) * rows + row).to(gl.int64) * (2 * ROWS)
             at += gl.arange(0, ROWS, layout=of_rows)
-            gl.store(at, less)
-            gl.store(at + ROWS, delta)
-            tma.store_wait(0)  # the last unit's result has left its slot
-            mbarrier.arrive(unit_empty.index(slot ^ 1), count=1, pred=turn > 0)
-            dq = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+            gl.store(at, less * (1.0 / MULT))  # what scores begin at there: -lse / scale
+            gl.store(at + ROWS, -delta)
+            if SLOTS == 2:
+                tma.store_wait(0)  # the last unit's result has left its slot
+                mbarrier.arrive(unit_empty.index(slot ^ 1), count=1, pred=turn > 0)
+            dq = gl.zeros([ROWS, WIDTH], gl.float32, result)
             barrier_of_threads()  # here, or the compiler puts one into the loop
             for t in range(0, count):
                 # -- scores, and the gradient of the weights ----
@@ -114,6 +121,9 @@ def consume_keys(
             q_bufs.index(slot).reshape([ROWS, WIDTH]).store((dq * SCALE).to(dtype))
             fence_async_shared()
             tma_store(dq_desc, [b, h, row * ROWS, 0], q_bufs.index(slot))
+            if SLOTS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(unit_empty.index(0), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -130,15 +140,16 @@ def attention_hopper_query_kernel(
     lse, grad_lse, stats, queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, last_heads,
-    SCALE: gl.constexpr, MULT: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, HAS_GRAD_LSE: gl.constexpr,
+    SCALE: gl.constexpr, MULT: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
+    HAS_GRAD_LSE: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once."""
     dtype: gl.constexpr = q_desc.dtype
     tiles: gl.constexpr = q_desc.layout
     q_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, ROWS, WIDTH], tiles)
     grad_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, ROWS, WIDTH], tiles)
-    out_bufs = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, WIDTH], tiles)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], tiles)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], tiles)
     word_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WORDS], word_desc.layout)
@@ -148,16 +159,12 @@ def attention_hopper_query_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     unit_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     unit_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
-    out_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    out_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     met_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(SLOTS):
         mbarrier.init(unit_full.index(i), count=1)
         mbarrier.init(unit_empty.index(i), count=1)
-    mbarrier.init(out_full.index(0), count=1)
-    mbarrier.init(out_empty.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -171,22 +178,21 @@ def attention_hopper_query_kernel(
                 consume_keys,
                 (
                     dq_desc, stats,
-                    q_bufs, grad_bufs, out_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, row_bufs,
-                    unit_full, unit_empty, out_full, out_empty, k_full, v_full, met_empty,
-                    heads, rows, SCALE, MULT, STAGES, HAS_PART, HAS_GRAD_LSE,
+                    q_bufs, grad_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, row_bufs,
+                    unit_full, unit_empty, k_full, v_full, met_empty,
+                    heads, rows, SCALE, MULT, WIDTH, SLOTS, STAGES, HAS_PART, HAS_GRAD_LSE,
                 ),
             ),
             (
                 produce_gradient,
                 (
                     q_desc, grad_desc, out_desc, k_desc, v_desc, word_desc, word_desc,
-                    q_bufs, grad_bufs, out_bufs, k_bufs, v_bufs, word_bufs, word_bufs, unit_bufs,
-                    row_bufs,
-                    unit_full, unit_empty, out_full, out_empty, k_full, v_full, met_empty,
+                    q_bufs, grad_bufs, k_bufs, v_bufs, word_bufs, word_bufs, unit_bufs, row_bufs,
+                    unit_full, unit_empty, k_full, v_full, met_empty,
                     lse, grad_lse, queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, q_len, rows, rows, heavy_rows, last_heads,
-                    STAGES, GROUP, SINGLE_PLANE, HAS_PART, True, HAS_GRAD_LSE,
+                    WIDTH, SLOTS, STAGES, GROUP, SINGLE_PLANE, HAS_PART, True, HAS_GRAD_LSE,
                 ),
             ),
         ],

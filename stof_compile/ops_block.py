@@ -27,6 +27,7 @@ _PLAIN_BITMAP, _FRAGMENTS = 20, 21  # of attention_block
 # Positions of fields of a BlockConfig, and of tf32 in the config of each kernel.
 _NUM_WARPS, _STAGES, _HEADS_FAST, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 5, 9, 10, 11, 12
 _TF32 = {"block": 8, "row": 6, "gather": 5}
+_SMALLEST_SCALE = 2.0**-60  # of the Hopper gradients: a log-sum-exp over it is a finite number
 _WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
 
@@ -228,7 +229,9 @@ def attention_backward(
     strips read the tile lists, whose values no trace may need.
     """
     serve = _kernels_serve(q, v, block_q, block_k, bias_grad, out, lse)
-    if bitmap.dtype == torch.int32 and not (serve and fragments is not None):
+    if not serve or scale < _SMALLEST_SCALE:
+        fragments = None
+    if bitmap.dtype == torch.int32 and fragments is None:
         if band:  # nothing reads it
             bitmap = bitmap.new_empty((0, block_q // 8 * (block_k // 8)), dtype=torch.int64)
         else:
