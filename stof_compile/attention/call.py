@@ -129,7 +129,7 @@ def gradient_arrays(
     kept, or what the Hopper kernels of the gradient read.
 
     Args:
-        fragments: ``ops_block.gradient_fragments``.
+        fragments: ``ops_hopper_attention.gradient_fragments``.
     """
     names = ("key_ptr", "key_tiles")
     arrays: dict[str, torch.Tensor | None] = dict(zip(names, block_mask.key_lists, strict=True))
@@ -200,7 +200,7 @@ def _bind_sparse(problem: AttentionProblem, kernel: str, config: tuple[int, ...]
             list(config),
             kernels_backward,
             *no_lists,
-            *(held.get(name) for name in (*lists, *packed)),
+            *(None if array is None else held[name] for name, array in (lists | packed).items()),
         )[0]
 
     def run_heads_first(
