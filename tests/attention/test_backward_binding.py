@@ -15,17 +15,19 @@ from stof_compile.masks import build_block_mask
 
 def problem(**kwargs):
     meta = TensorMeta((1, 2, 64, 16), (2048, 16, 32, 1), torch.float32)
-    spec = masks.sliding_window(9)
-    return AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.25, **kwargs)
+    facts = {"spec": masks.sliding_window(9)} | kwargs
+    return AttentionProblem(
+        meta, meta, meta, q_offset=0, device=torch.device("cpu"), scale=0.25, **facts
+    )
 
 
-def bound(kernel, **kwargs):
+def bound(kernel, config=None, **kwargs):
     """Names of the buffers of a call, and the arguments it gives its operator."""
     pytest.importorskip("triton")
     from stof_compile.kernels.attention_blockwise import BlockConfig
     from stof_compile.kernels.attention_rowwise import RowConfig
 
-    config = tuple(BlockConfig(16, 16) if kernel == "block" else RowConfig(16, 16))
+    config = config or tuple(BlockConfig(16, 16) if kernel == "block" else RowConfig(16, 16))
     call = bind_kernel(problem(**kwargs), kernel, config)
     graph = torch.fx.Graph()
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
@@ -34,7 +36,8 @@ def bound(kernel, **kwargs):
     )
     call.run(q, k, v, None, None, dict(zip(call.buffers, held, strict=True)))
     (node,) = (n for n in graph.nodes if "attention" in str(n.target))
-    return [name.split("16x16_")[1] for name in call.buffers], node.args
+    names = [name.split(f"{config[0]}x{config[1]}_")[1] for name in call.buffers]
+    return names, node.args
 
 
 @pytest.mark.parametrize("kernel", ["block", "row"])
@@ -60,6 +63,34 @@ def test_training_with_fragments_keeps_the_bitmap_where_no_rule_says_it(rule, mo
     names = [name.split("64x64_")[1] for name in call.buffers]
     assert names[7:] == ["key_ptr", "key_tiles", *more]
     assert all(name.startswith("fragments_") for name in names[:7])
+
+
+@pytest.mark.parametrize("hopper", [0, 3])
+@pytest.mark.parametrize("rule", ["sliding", "random"])
+def test_training_on_hopper_keeps_the_fragments_in_place_of_a_bitmap(rule, hopper, monkeypatch):
+    pytest.importorskip("triton")
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    from stof_compile.attention import call as module
+
+    monkeypatch.setattr(module, "_refuse_hopper", lambda *_: None)
+    asked_for = []
+
+    def fragments(mask, *facts):
+        asked_for.append(facts)
+        return mask.gradient_fragments
+
+    monkeypatch.setattr(module, "gradient_fragments", fragments)
+    keep = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(1)) < 0.3
+    spec = masks.sliding_window(9) if rule == "sliding" else masks.from_tensor(keep)
+    names, arguments = bound("block", tuple(BlockConfig(hopper=hopper)), spec=spec, training=True)
+    assert names[7:] == ["key_ptr", "key_tiles", "gradient_fragments"]
+    assert [str(a).split("64x64_")[-1] for a in arguments[18:]] == [
+        "key_ptr", "key_tiles", "None", "gradient_fragments",
+    ]  # fmt: skip
+    ((*shapes, dtype, device, plain),) = asked_for
+    assert shapes == [(1, 2, 64, 16)] * 2 and dtype == torch.float32
+    assert device.type == "cpu" and plain
 
 
 @pytest.mark.parametrize("facts", [{}, {"training": True, "bias_grad": True}], ids=str)
@@ -102,14 +133,14 @@ def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
         ops_block, "from_fragments", lambda words: restored.append(1) or restore(words)
     )
 
-    def gradients(config, bitmap=None, band=()):
-        ctx = SimpleNamespace(needs_input_grad=(True,) * 21)
+    def gradients(config, bitmap=None, band=(), fragments=None):
+        ctx = SimpleNamespace(needs_input_grad=(True,) * 22)
         ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
         ctx.set_materialize_grads = lambda on: None
         arrays = mask_arrays(mask, config).values()
         numbers = 0.3, 0.0, 0, list(band), list(config), False
-        inputs = (q, k, v, *arrays, None, None, *numbers, None, None, bitmap)
-        ops_block._save_with_results(ctx, inputs, (None, None), kernel="block", plain=20)
+        inputs = (q, k, v, *arrays, None, None, *numbers, None, None, bitmap, fragments)
+        ops_block._save_with_results(ctx, inputs, (None, None), kernel="block")
         return ops_block.attention_gradient(ctx, grad, None)[:3]
 
     plain = gradients(BlockConfig())
@@ -119,5 +150,6 @@ def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
         found.append(gradients(hopper, band=mask.band.as_ints()))
     assert not restored
     found.append(gradients(hopper))
-    assert restored
+    found.append(gradients(hopper, fragments=mask.gradient_fragments))  # which nothing reads here
+    assert len(restored) == 2
     assert all(torch.equal(a, b) for one in found for a, b in zip(plain, one, strict=True))
