@@ -98,7 +98,8 @@ class Machine:
         self.rng = np.random.default_rng(seed)
         self.partitions, self.copies, self.current, self.program = [], [], None, 0
         self.copy_weight = self._speed()
-        self.loaded, self.scores = [], []  # tiles; partitions that asked for a product of tiles
+        self.loaded, self.sources = [], []  # tiles, and the descriptors they came by
+        self.scores = []  # partitions that asked for a product of tiles
 
     def _speed(self):
         return float(self.rng.choice([1, 1, 10, 100]))
@@ -158,6 +159,7 @@ class Machine:
             return
         slot.forget()
         self.loaded.append(tuple(map(int, at)))
+        self.sources.append(descriptor.name)
 
         def copy():
             slot.array[...] = tile_of(descriptor, at, slot.shape)
@@ -267,19 +269,23 @@ def run_kernel(monkeypatch, kernel, modules, instead, programs, arguments, const
         for module in modules:
             for name, held in list(vars(module).items()):
                 patch.setattr(module, name, plain(name, held))
-        values = [_given(argument) for argument in arguments]
+        named = zip(kernel.arg_names, arguments, strict=False)  # the constants come last
+        values = [_given(*argument) for argument in named]
         for machine.program in range(programs):
             kernel.fn(*values, **constants)
         machine.run()
     return machine
 
 
-def _given(argument):
+DTYPES = {torch.int32: real.int32, torch.float32: real.float32, torch.float16: real.float16}
+
+
+def _given(name, argument):
     if isinstance(argument, torch.Tensor):
         memory = argument.detach().as_subclass(torch.Tensor)
         assert memory.is_contiguous()
         return Pointer(memory.view(-1))
     if isinstance(argument, tuple):  # a descriptor
-        dtype = real.int32 if argument.base.dtype == torch.int32 else real.float16
-        argument = SimpleNamespace(**argument._asdict(), dtype=dtype)
+        dtype = DTYPES[argument.base.dtype]
+        argument = SimpleNamespace(**argument._asdict(), dtype=dtype, name=name)
     return argument

@@ -58,6 +58,20 @@ class Pointer:
         return np.where(mask, index, 0), mask
 
 
+class OnGpu(torch.Tensor):
+    """On the CPU, but says otherwise: what a launcher is given."""
+
+    is_cuda = True
+
+
+def kept_scores(s, words):
+    """Words [4, 8, 4] of the threads, as ``masks/fragments.py`` says."""
+    row, column = np.divmod(np.arange(64 * 64), 64)
+    thread = words[row // 16, row % 8, column // 2 % 4]
+    kept = thread >> row // 8 % 2 * 16 + column // 8 * 2 + column % 2 & 1
+    return value(np.where(kept.reshape(64, 64), s, -np.inf))
+
+
 class Shared:
     """Shared memory: an array, and bits of an element."""
 
@@ -76,7 +90,7 @@ class Shared:
     def permute(self, order):
         return Shared(self.array.transpose(order), self.bits)
 
-    def slice(self, start, length, dim):
+    def slice(self, start, length, dim=0):
         assert dim == 0
         return Shared(self.array[start : start + length], self.bits)
 
@@ -126,8 +140,9 @@ def language(machine):
     def load(pointer, mask=True, other=0):
         index, mask = pointer.places(mask)
         memory = pointer.memory.numpy()
+        kind = np.float64 if memory.dtype.kind == "f" else np.int64
         read = memory[index] if memory.size else np.zeros_like(index)
-        return value(np.where(mask, read, other).astype(np.int64))
+        return value(np.where(mask, read, other).astype(kind))
 
     def store(pointer, stored, mask=True):
         index, mask = pointer.places(mask)
@@ -155,6 +170,8 @@ def language(machine):
         minimum=lambda a, b: value(np.minimum(a, b)),
         maximum=lambda a, b: value(np.maximum(a, b)),
         log=np.log,
+        exp2=np.exp2,
+        fma=lambda a, b, c: a * b + c,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         static_range=range,
         load=load,

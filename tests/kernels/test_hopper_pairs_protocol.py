@@ -15,7 +15,7 @@ from stof_compile.masks.block_mask import build_block_mask
 pytest.importorskip("triton.experimental.gluon")
 
 from gluon_threads import run_kernel
-from gluon_values import value
+from gluon_values import OnGpu, kept_scores, value
 from stof_compile.kernels import (
     attention_hopper,
     hopper_pair_kernel,
@@ -26,21 +26,7 @@ from stof_compile.kernels import (
 HALF = torch.float16
 
 
-class OnGpu(torch.Tensor):
-    """On the CPU, but says otherwise."""
-
-    is_cuda = True
-
-
 # -- registers: the assembly has tests of its own (test_weights_code.py) --------------------------
-
-
-def kept_scores(s, words):
-    """Words [4, 8, 4] of the threads, as ``masks/fragments.py`` says."""
-    row, column = np.divmod(np.arange(64 * 64), 64)
-    thread = words[row // 16, row % 8, column // 2 % 4]
-    kept = thread >> row // 8 % 2 * 16 + column // 8 * 2 + column % 2 & 1
-    return value(np.where(kept.reshape(64, 64), s, -np.inf))
 
 
 def weighed_halves(left, right, offset, total, mult, dtype):
