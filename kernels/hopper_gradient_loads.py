@@ -70,8 +70,9 @@ def produce_gradient(
             # without keys, and past the end: for +inf, so that all weights are exp(-inf)
             less = gl.where(log_sum == float("-inf"), float("-inf"), log_sum * -LOG2E)
             row_bufs.index(2 * slot).store(less)
-            if HAS_GRAD_LSE:
-                row_bufs.index(2 * slot + 1).store(gl.load(grad_lse + at, mask=here, other=0.0))
+            if HAS_GRAD_LSE:  # may be NaN where there are no keys
+                seen = here & (log_sum != float("-inf"))
+                row_bufs.index(2 * slot + 1).store(gl.load(grad_lse + at, mask=seen, other=0.0))
         barrier_of_threads()  # one lane signals for all that wrote
         full = unit_full.index(slot)
         mbarrier.expect(full, 2 * TILE_BYTES, pred=valid)
