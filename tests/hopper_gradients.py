@@ -39,17 +39,20 @@ def forward(q, k, v, mask, scale=0.125):
     return out.to(q.dtype), lse.float()
 
 
-def hopper_gradients(q, k, v, grad_out, mask, grad_lse=None, scale=0.125, **changes):
+def hopper_gradients(
+    q, k, v, grad_out, mask, grad_lse=None, scale=0.125, mask_arrays=None, **changes
+):
     """(dq, dk, dv) of the launcher for tensors on the CPU.
 
     Args:
-        changes: of its arguments, by name.
+        mask_arrays: in place of those of the mask. changes: of other arguments, by name.
     """
-    out, lse = forward(q, k, v, mask, scale)
+    out, lse = (None, None) if "lse" in changes else forward(q, k, v, mask, scale)
     given = {
         "grad_out": grad_out, "grad_lse": grad_lse, "q": q.as_subclass(OnGpu), "k": k, "v": v,
-        "out": out, "lse": lse, "mask": list(mask.tensors), "key_ptr": mask.key_lists[0],
-        "key_tiles": mask.key_lists[1], "fragments": mask.gradient_fragments, "scale": scale,
+        "out": out, "lse": lse, "mask": mask_arrays or list(mask.tensors),
+        "key_ptr": mask.key_lists[0], "key_tiles": mask.key_lists[1],
+        "fragments": mask.gradient_fragments, "scale": scale,
     }  # fmt: skip
     found = module.attention_hopper_backward(**given | changes)
     return tuple(t.as_subclass(torch.Tensor) for t in found)
