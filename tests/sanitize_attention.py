@@ -128,6 +128,31 @@ def _hopper_attention(
     torch.testing.assert_close(lse[seen].double(), wanted_lse[seen], rtol=0, atol=5e-3)
 
 
+def _hopper_backward(
+    rule, head_dim=64, group=1, dtype=torch.float16, lengths=(330, 330), of_lse=False, heads=4
+):
+    import hopper_gradients
+    import test_hopper
+    from close import assert_close
+    from stof_compile.kernels.attention_hopper_backward import attention_hopper_backward
+
+    from stof_compile.masks import build_block_mask
+
+    spec, scale = test_hopper.rules()[rule], head_dim**-0.5
+    mask = build_block_mask(spec, *lengths, 64, batch=2, heads=heads)
+    given = hopper_gradients.operands(2, heads, *lengths, head_dim, group, dtype)
+    q, k, v, grad_out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in given)
+    out, lse = hopper_gradients.forward(q, k, v, mask, scale)
+    grad_lse = torch.ones_like(lse) if of_lse else None
+    found = on_gpu(attention_hopper_backward)(
+        grad_out, grad_lse, q, k, v, out, lse, list(mask.tensors), *mask.key_lists,
+        mask.gradient_fragments, scale,
+    )  # fmt: skip
+    wanted = hopper_gradients.wanted_gradients(q, k, v, grad_out, mask, grad_lse, scale)
+    for gradient, expected in zip(found, wanted, strict=True):
+        assert_close(gradient, expected, dtype, scale=2.0)
+
+
 def _cases():
     causal, longformer = {"rule": "causal"}, {"rule": "causal longformer"}
     band, single = {"band": True}, {"dtype": torch.float32}
@@ -213,6 +238,15 @@ def _cases():
         "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 2, 128),
         "pairs-several": ("bigbird", 104, 1, 1, torch.float16, (2420, 2420), 2, 1, 2, 128),
         "several-halves": ("bigbird", 128, 1, 1, torch.float16, (2420, 2420), 2, 1, 1),
+    }, "hopper")  # fmt: skip
+    yield from forms("hopper-backward", "attention_hopper_backward", _hopper_backward, {
+        "planes": ("planes", 64, 1, torch.bfloat16, (330, 330), True),
+        "bigbird": ("bigbird", 40),
+        "groups": ("causal", 64, 4, torch.bfloat16, (330, 201), True),
+        "dense": ("dense", 56, 1, torch.float16, (192, 320)),
+        "more-keys": ("sliding", 48, 2, torch.float16, (70, 200)),
+        # more tile rows and columns than workers: they take several of them
+        "several": ("bigbird", 64, 1, torch.float16, (1930, 2420), False, 12),
     }, "hopper")  # fmt: skip
 
 
