@@ -245,8 +245,11 @@ def _cases():
         "groups": ("causal", 64, 4, torch.bfloat16, (330, 201), True),
         "dense": ("dense", 56, 1, torch.float16, (192, 320)),
         "more-keys": ("sliding", 48, 2, torch.float16, (70, 200)),
+        "wide": ("planes", 128, 1, torch.float16, (330, 330), True),
+        "wide-groups": ("bigbird", 72, 4, torch.bfloat16, (330, 201)),
         # more tile rows and columns than workers: they take several of them
         "several": ("bigbird", 64, 1, torch.float16, (1930, 2420), False, 12),
+        "wide-several": ("bigbird", 128, 1, torch.float16, (1930, 2420), False, 12),
     }, "hopper")  # fmt: skip
 
 

@@ -130,23 +130,25 @@ def test_bert_shapes(hopper, rule, shape, dtype):
 
 @pytest.mark.parametrize("band", [True, False], ids=["band", "bitmap"])
 @pytest.mark.parametrize("forward", FORWARD)
-@pytest.mark.parametrize("head_dim", [40, 48, 56, 64])
+@pytest.mark.parametrize("head_dim", [40, 48, 56, 64, 72, 80, 96, 104, 128])
 def test_head_dims_behind_either_kernel(hopper, head_dim, forward, band):
     q, k, v, grad = operands(2, 330, HALF, heads=4, head_dim=head_dim)
     mask = stored_mask(rules()["longformer"], q, k)
     check(hopper, q, k, v, grad, mask, forward=forward, band=band)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [2, 4, 12])
 @pytest.mark.parametrize("rule", ["causal", "bigbird", "documents"])
-def test_groups(hopper, rule, group):
-    q, k, v, grad = operands(2, 700, BRAIN, group=group)
+def test_groups(hopper, rule, group, head_dim):
+    q, k, v, grad = operands(2, 700, BRAIN, head_dim=head_dim, group=group)
     check(hopper, q, k, v, grad, stored_mask(rules()[rule], q, k))
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_planes_rows_and_columns_without_keys(hopper, dtype):
-    q, k, v, grad = other_operands(2, 4, 330, 400, dtype)
+def test_planes_rows_and_columns_without_keys(hopper, dtype, head_dim):
+    q, k, v, grad = other_operands(2, 4, 330, 400, dtype, head_dim=head_dim)
     mask = stored_mask(planes(2, 4, 330, 400), q, k)
     dq, dk, dv = check(hopper, q, k, v, grad, mask)
     assert (dq[:, :, 64:140] == 0).all() and (dq[:, 1] == 0).all()
@@ -353,12 +355,9 @@ def portable(only_kernels, monkeypatch):
 
 @pytest.mark.parametrize(
     "facts",
-    [
-        {"head_dim": attention_hopper_backward.MAX_WIDTH + 16}, {"dtype": torch.float32},
-        {"bias": True},
-    ],
+    [{"head_dim": 32}, {"head_dim": 144}, {"dtype": torch.float32}, {"bias": True}],
     ids=str,
-)  # fmt: skip
+)
 def test_what_they_do_not_take_goes_to_the_portable_kernels(portable, facts):
     dtype = facts.get("dtype", HALF)
     q, k, v, grad = operands(2, 1011, dtype, head_dim=facts.get("head_dim", 64))

@@ -15,7 +15,7 @@ from stof_compile.masks.block_mask import build_block_mask
 pytest.importorskip("triton.experimental.gluon")
 
 from gluon_threads import run_kernel
-from gluon_values import OnGpu, kept_scores
+from gluon_values import OnGpu, kept_scores, value
 from gradient_checks import TWO_PRODUCTS
 from stof_compile.kernels import (
     hopper_gradient_loads,
@@ -23,11 +23,17 @@ from stof_compile.kernels import (
     hopper_query_gradient,
     hopper_units,
 )
-from stof_compile.kernels.attention_hopper_backward import MAX_WIDTH
 
 MODULES = hopper_gradient_loads, hopper_query_gradient, hopper_key_gradient, hopper_units
+
+
+def begun(of_rows, layout):
+    return value(np.broadcast_to(of_rows.load(layout), (64, 64)).copy())
+
+
 INSTEAD = {  # the assembly has tests of its own (test_weights_code.py)
     "kept_scores": kept_scores,
+    "_begun": begun,
     **dict.fromkeys(("fragment_layout", "without"), lambda *arguments: None),
 }
 
@@ -101,7 +107,7 @@ def rules(q_len, k_len):
 
 @pytest.mark.parametrize("of_lse", [False, True], ids=["", "grad_lse"])
 @pytest.mark.parametrize("rule", rules(64, 64))
-@pytest.mark.parametrize(("head_dim", "group"), [(40, 1), (64, 3)], ids=str)
+@pytest.mark.parametrize(("head_dim", "group"), [(40, 1), (64, 3), (72, 3), (128, 1)], ids=str)
 def test_results(rule, head_dim, group, of_lse, gradients):
     lengths = (320, 384) if rule in ("dense", "tiles only") else (330, 400)
     mask = build_block_mask(rules(*lengths)[rule], *lengths, 64, batch=2, heads=3)
@@ -125,16 +131,17 @@ def test_any_order_and_any_lists(seed, gradients):
     if draw.random() < 0.6:
         keep = keep & torch.from_numpy(draw.random(keep.shape) < 0.9)
     mask = build_block_mask(masks.from_tensor(keep), q_len, k_len, 64, batch=2, heads=2)
-    given = operands(2, 2, q_len, k_len, int(draw.choice([40, 48, 56, 64])), group)
+    given = operands(2, 2, q_len, k_len, int(draw.choice([40, 56, 64, 80, 128])), group)
     grad_lse = torch.randn(2, 2, q_len) if draw.random() < 0.5 else None
     check(gradients, *given, mask, grad_lse, seed, int(draw.integers(1, 9)))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("workers", range(1, 9))
-def test_workers(workers, gradients):
-    """5 rows and 4 columns of 3 heads, 2 of them with the same keys: more units than slots."""
+def test_workers(workers, head_dim, gradients):
+    """5 rows of 4 heads and 4 columns of 2: more units than slots."""
     mask = build_block_mask(masks.causal(), 290, 250, 64)
-    check(gradients, *operands(1, 4, 290, 250, 64, 2), mask, None, workers, workers)
+    check(gradients, *operands(1, 4, 290, 250, head_dim, 2), mask, None, workers, workers)
 
 
 def test_a_gradient_of_the_log_sum_exp_of_rows_without_keys_is_not_looked_at(gradients):
@@ -158,10 +165,11 @@ def test_other_strides_and_scale(gradients):
     check(gradients, of_models[0], k, of_models[1], of_models[0], mask)
 
 
-def test_every_tile_comes_as_often_as_it_is_needed(gradients):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_tile_comes_as_often_as_it_is_needed(head_dim, gradients):
     """4 tile rows and 3 tile columns of one head, by one worker."""
     mask = build_block_mask(masks.dense(), 256, 192, 64)
-    check(gradients, *operands(1, 1, 256, 192, 64), mask, workers=1)
+    check(gradients, *operands(1, 1, 256, 192, head_dim), mask, workers=1)
     rows, cols = ([(0, 0, 64 * i, 0) for i in range(n)] for n in (4, 3))
     query, key = (Counter(zip(m.sources, m.loaded, strict=True)) for m in _both(gradients))
     own, met = ("q_desc", "grad_desc", "out_desc"), ("k_desc", "v_desc")
@@ -231,11 +239,10 @@ def test_what_the_launcher_refuses(monkeypatch):
         ):
             hopper_gradients(**given)
 
-    wide = MAX_WIDTH + 8
-    wider = dict(zip(("q", "k", "v", "grad_out"), operands(1, 2, 130, 130, wide), strict=True))
-    refused(f"head dims up to {MAX_WIDTH}, not {wide}", **wider)
-    narrow = dict(zip(wider, operands(1, 2, 130, 130, 32), strict=True))
-    refused("head dims of 40 to", **narrow)
+    for head_dim in (32, 68, 136):
+        names = "q", "k", "v", "grad_out"
+        other = dict(zip(names, operands(1, 2, 130, 130, head_dim), strict=True))
+        refused(f"head dims of 40 to 128 in steps of 8, not {head_dim}", **other)
     refused("share their mask", k=k[:, :1], v=v[:, :1], mask=of_heads)
     single = {"q": q.float(), "k": k.float(), "v": v.float(), "grad_out": grad_out.float()}
     refused("fp16 and bf16, not torch.float32", **single)
