@@ -123,6 +123,8 @@ class Machine:
                     continue
                 self.current = able[which]
                 self.current.resume()
+                left = self.current.over and self.current.stores
+                assert not left, "shared memory is gone before its results were read"
         finally:
             for p in self.partitions:
                 p.stopped = True
