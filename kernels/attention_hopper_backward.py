@@ -220,12 +220,13 @@ def _repeat(
     lse = lse.contiguous()
     grad_lse = lse if grad_lse is None else grad_lse.contiguous().float()
     stats = lse.new_empty((lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // TILE), WORDS))
+    queues = new_queue(mask), new_queue(mask)  # nothing between the launches, which overlap
     known.query(
-        q, grad_out, out, k, v, dq, words[0], lse, grad_lse, stats, new_queue(mask),
+        q, grad_out, out, k, v, dq, words[0], lse, grad_lse, stats, queues[0],
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id, mask.row_order,
     )  # fmt: skip
     known.key(
-        k, v, q, grad_out, dk, dv, words[1], stats, new_queue(mask), mask.plane_map,
+        k, v, q, grad_out, dk, dv, words[1], stats, queues[1], mask.plane_map,
         key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
     )  # fmt: skip
 
