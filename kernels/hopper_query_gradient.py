@@ -65,6 +65,7 @@ def consume_keys(
             mbarrier.wait(v_full.index(stage), phase)
             out_tile = v_bufs.index(stage).reshape([ROWS, WIDTH])
             product = out_tile.load(result).to(gl.float32) * grad_tile.load(result).to(gl.float32)
+            fence_async_shared()  # or TMA writes values over what is still being read
             mbarrier.arrive(met_empty.index(stage), count=1)
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
