@@ -104,7 +104,7 @@ def produce(
         # -- query tile, with what the consumer has to know ----
         q_slot = turn % Q_SLOTS
         mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
-        unit = gl.where(field == 0, stop - start, gl.where(field == 1, middle - start, row))
+        unit = gl.where(field == 0, stop - start, gl.where(field == 1, stop - middle, row))
         unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))
         if SPLIT:
             place = gl.where(number < heavy_units, slot * pieces + piece, -1)
@@ -122,19 +122,19 @@ def produce(
                 q_tails.index(q_slot), pred=valid,
             )  # fmt: skip
 
-        # -- keys, values and mask words ----
+        # -- keys, values and mask words, from the last tile on: full ones first ----
         kv = h // GROUP
-        for t in range(start, stop):
-            first_k = gl.load(col_idx + t) * ROWS
+        for t in range(1 - stop, 1 - start):
+            first_k = gl.load(col_idx - t) * ROWS
             slot = (2 * step) % RING
             if RING % 2 == 0:
                 mbarrier.wait(kv_empty.index(step % PAIRS), ((step // PAIRS) & 1) ^ 1)
             full = kv_full.index(slot)
             if HAS_PART:
-                part = t < middle
-                tile_id = gl.load(bitmap_id + t)
+                part = -t < middle
+                tile_id = gl.load(bitmap_id - t)
                 mbarrier.expect(full, TILE_BYTES + WORDS * 4, pred=part)
-                mbarrier.expect(full, TILE_BYTES, pred=t >= middle)
+                mbarrier.expect(full, TILE_BYTES, pred=-t >= middle)
                 tma_load(word_desc, [tile_id, 0], full, word_bufs.index(step % PAIRS), pred=part)
             else:
                 mbarrier.expect(full, TILE_BYTES)
@@ -195,7 +195,7 @@ def consume(
         mbarrier.wait(q_full.index(q_slot), (turn // Q_SLOTS) & 1)
         unit = unit_bufs.index(q_slot).load(everywhere)
         count = gl.sum(gl.where(field == 0, unit, 0), 0)
-        parts = gl.sum(gl.where(field == 1, unit, 0), 0)
+        whole = gl.sum(gl.where(field == 1, unit, 0), 0)
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
         if going > 0:
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
@@ -210,7 +210,7 @@ def consume(
                 tma.store_wait(0)  # the last unit's result has left its slot
                 mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1, pred=turn > 0)
             barrier_of_threads()  # here, or the compiler puts one into the loop
-            for t in range(0, count):
+            for t in range(0, count):  # full tiles, then part ones
                 # -- scores ----
                 mbarrier.wait(kv_full.index(slot), phase)
                 k_tile = kv_bufs.index(slot).reshape([ROWS, BLOCK_D]).permute((1, 0))
@@ -227,7 +227,7 @@ def consume(
 
                 # -- mask ----
                 if HAS_PART:  # noqa: SIM102  (known to the compiler, the next one is not)
-                    if t < parts:
+                    if t >= whole:
                         s = kept_scores(s, words)
 
                 # -- online softmax ----

@@ -30,6 +30,17 @@ def _former(offset: int, total: int) -> list[str]:
     return code + _any_row("eq", "n", NO_OFFSET_CODE)
 
 
+def _begun(score: int) -> list[str]:
+    """A row without an offset takes it from the largest of its first eight scores; where these are
+    masked it stays without one."""
+    code = ["@!%grew bra BEGUN;", *_maxima(score, range(4))]
+    for row in (0, 1):
+        code += _offset(row)
+        code.append(f"setp.eq.f32 %grew, %n{row}, {NO_OFFSET_CODE};")
+        code.append(f"selp.f32 %n{row}, %u{row}, %n{row}, %grew;")
+    return [*code, "BEGUN:"]
+
+
 def _pair_of_weights(narrow: str, score: int, i: int) -> list[str]:
     """%x and %y: weights of scores i and i + 1 of a row, and both packed."""
     code = []
@@ -53,13 +64,20 @@ def _maxima(score: int, places: range) -> list[str]:
     return code
 
 
-def _new_offset(row: int, factor: str) -> list[str]:
-    """%n of a row after its maximum %u, the factor of what was, and the sum times that."""
+def _offset(row: int) -> list[str]:
+    """%u: the offset for a row whose largest score %u is; that it has, where it has one."""
     return [
         f"neg.f32 %u{row}, %u{row};",
         f"mul.f32 %u{row}, %u{row}, %m;",
         f"cvt.rmi.f32.f32 %u{row}, %u{row};",
         f"min.f32 %u{row}, %u{row}, %n{row};",
+    ]
+
+
+def _new_offset(row: int, factor: str) -> list[str]:
+    """%n of a row after its maximum %u, the factor of what was, and the sum times that."""
+    return [
+        *_offset(row),
         f"sub.f32 %y, %u{row}, %n{row};",
         f"mov.f32 %n{row}, %u{row};",
         f"ex2.approx.ftz.f32 %{factor}{row}, %y;",
@@ -78,8 +96,8 @@ def weights_code(narrow: str, scaled: bool) -> str:
 
     A weight is exp2(score * %m + offset), a row's offset -1 times a whole number near its largest
     score. Weights are taken before it is known whether the offset still suits, which their sums
-    tell: a row that outgrew it has a sum over 2 ** SLACK. Only a warp with such a row, or with one
-    that has no offset yet, looks for the largest scores, scales what was and takes the weights
+    tell: a row that outgrew it has a sum over 2 ** SLACK, as has one with a key but no offset. Only
+    a warp with such a row looks for the largest scores, scales what was and takes the weights
     again. Half of the columns at a time, so that the registers of a half's scores are free then.
 
     Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is
@@ -90,8 +108,7 @@ def weights_code(narrow: str, scaled: bool) -> str:
     told = acc + 32 * scaled
     score, offset, total = told + 32, told + 64, told + 96
     code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %u0, %u1, %a0, %a1;"]
-    code += _former(offset, total)
-    code.append("@%grew bra GROWN0;")
+    code += _former(offset, total) + _begun(score)
     for half in (0, 1):
         places = range(16 * half, 16 * half + 16)
         weights = []
@@ -126,7 +143,8 @@ def weights_code(narrow: str, scaled: bool) -> str:
 
 def wide_weights_code(narrow: str) -> str:
     """The same for 64 scores of two rows, 32 of either half of 128 columns, and all at once: for
-    consumers that have the registers for it, and too few neighbours to wait in the meantime.
+    consumers that have the registers for it, and too few neighbours to wait in the meantime. A row
+    begins with the largest of all its scores: registers are short for anything else.
 
     Registers: 16 of packed weights of the left half, 16 of the right one, 32 of what is told; 32
     scores of either half, 32 offsets, 32 sums.

@@ -181,8 +181,11 @@ def test_weights_and_offsets_of_each_tile(name, narrow, form):
         assert (weights >= 0).all() and (weights <= 256).all()
         assert (offset == offset[:, :1]).all() and (offset == np.floor(offset)).all()
         assert (offset <= former).all()
+        none = former == NO_OFFSET  # nor anything that the factor is of
+        assert ((factor >= 0) & (factor <= 1)).all()
         # numbers below the normal ones may be 0
-        np.testing.assert_allclose(factor, np.exp2(offset - former), rtol=0, atol=2.0**-126)
+        expected = np.where(none, factor, np.exp2(offset - former))
+        np.testing.assert_allclose(factor, expected, rtol=0, atol=2.0**-126)
         former = offset
 
 
@@ -226,16 +229,21 @@ def test_rows_of_nan_or_of_inf(narrow, form):
 
 @both_widths
 @every_form
-def test_maxima_are_sought_in_the_first_tile_only(narrow, form):
+def test_eight_scores_begin_a_row_and_then_no_maxima_are_sought(narrow, form):
     scores = np.random.default_rng(60).uniform(-8, 8, (ROWS, TILES * form.keys))
     scores -= 20 * (np.arange(TILES * form.keys) // form.keys % 2)
     warp, v = through(scores.astype(np.float32), narrow, form)
     assert_right(warp, scores.astype(np.float32), v)
     first, *others = (step[-1] for step in warp.steps)
-    assert times(first, "shfl") > 0
+    kinds = "shfl", "max", "mul", "ex2"
+    wide = form.keys > KEYS  # begins with the largest of all scores
+    columns = form.keys if wide else 8
+    assert times(first, "shfl") == 4 and times(first, "ex2") == form.keys // 2 + 2 * wide
+    assert times(first, "max") == columns // 2 + 2
     for ran in others:
-        counts = [times(ran, kind) for kind in ("shfl", "max", "mul", "ex2")]
-        assert counts == [0, 0, 0, form.keys // 2]
+        assert [times(ran, kind) for kind in kinds] == [0, 0, 0, form.keys // 2]
+    begun = np.floor(-scores[:, :columns].astype(np.float32).max(1) * np.float32(warp.mult))
+    np.testing.assert_array_equal(warp.steps[0][1][:, 0], begun)
 
 
 @both_widths
@@ -244,6 +252,7 @@ def test_maxima_are_sought_in_the_first_tile_only(narrow, form):
 def test_maxima_are_sought_in_the_half_that_outgrew(half, narrow, form):
     """Or in both, where they are weighed together."""
     scores = np.random.default_rng(61).uniform(-8, 8, (ROWS, TILES * form.keys)).astype(np.float32)
+    scores[:, 0] = 8  # the largest of all rows but one, and among those that begin a row
     scores[10, 2 * form.keys + half * form.keys // 2 + 3] = 300
     warp, v = through(scores, narrow, form)
     assert_right(warp, scores, v)
