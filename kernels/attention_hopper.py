@@ -18,7 +18,6 @@ from .hopper_operands import (
     WORDS,
     for_tma,
     last_heads_together,
-    new_queue,
     no_fragments,
     shared_layout,
     tiles_of,
@@ -35,6 +34,7 @@ from .problem import (
     next_power_of_two,
     on_device,
 )
+from .work_queue import new_queue
 
 TILE = 64
 PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
@@ -234,7 +234,7 @@ def attention_hopper_forward(
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     last_heads = last_heads_together(p, slots, workers) if uneven else 1
     with on_device(q):
-        queue = new_queue(arrays)
+        queue = new_queue(q.device)
         cut = (planes, heavy_rows, pieces, TILE, block_d + tail_d) if split else ()
         parts = new_pieces(q, *cut) if cut else None
         arguments = [
@@ -275,7 +275,7 @@ def _repeat(
 ) -> None:
     """Run a known launch on tensors with the same layouts, in the kernel's order of arguments."""
     fragments = mask.bitmap if known.has_part else no_fragments(mask)
-    queue = new_queue(mask)
+    queue = new_queue(q.device)
     tails = (q, k, v, out) if known.has_tail else ()
     parts = new_pieces(q, *known.pieces) if known.pieces else None
     known.repeat(

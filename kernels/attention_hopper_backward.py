@@ -17,13 +17,13 @@ from .hopper_operands import (
     WORDS,
     for_tma,
     last_heads_together,
-    new_queue,
     no_fragments,
     shared_layout,
     tiles_of,
 )
 from .memo import remember
 from .problem import LOG2E, TileMask, broadcast_strides, check_problem, next_power_of_two, on_device
+from .work_queue import new_queue
 
 
 class Form(NamedTuple):
@@ -167,13 +167,13 @@ def attention_hopper_backward(
     of_mask = {"GROUP": p.group, "SINGLE_PLANE": p.single_plane, "HAS_PART": has_part}
     kv_heads = p.heads // p.group
     with on_device(q):
-        queues = new_queue(arrays), new_queue(arrays)
+        queue = new_queue(q.device)  # of both, one after the other
         query = launch(
             attention_hopper_query_kernel,
             min(count * by_query.programs, planes * p.rows),
             [
                 of_q, of_grad, of_out, of_k, of_v, of_dq, words[0],
-                lse, lse if grad_lse is None else grad_lse, stats, queues[0],
+                lse, lse if grad_lse is None else grad_lse, stats, queue,
                 arrays.plane_map, *broadcast_strides(arrays.plane_map),
                 arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id,
                 arrays.row_order,
@@ -187,7 +187,7 @@ def attention_hopper_backward(
             attention_hopper_key_kernel,
             min(count * by_key.programs, p.batch * kv_heads * cols),
             [
-                of_k, of_v, of_q, of_grad, of_dk, of_dv, words[1], _rows_of(stats), queues[1],
+                of_k, of_v, of_q, of_grad, of_dk, of_dv, words[1], _rows_of(stats), queue,
                 arrays.plane_map, *broadcast_strides(arrays.plane_map),
                 key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
                 p.batch * kv_heads, kv_heads, cols, p.rows, _heavy(cols),
@@ -220,13 +220,13 @@ def _repeat(
     lse = lse.contiguous()
     grad_lse = lse if grad_lse is None else grad_lse.contiguous().float()
     stats = lse.new_empty((lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // TILE), WORDS))
-    queues = new_queue(mask), new_queue(mask)  # nothing between the launches, which overlap
+    queue = new_queue(q.device)  # of both, one after the other
     known.query(
-        q, grad_out, out, k, v, dq, words[0], lse, grad_lse, stats, queues[0],
+        q, grad_out, out, k, v, dq, words[0], lse, grad_lse, stats, queue,
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id, mask.row_order,
     )  # fmt: skip
     known.key(
-        k, v, q, grad_out, dk, dv, words[1], stats, queues[1], mask.plane_map,
+        k, v, q, grad_out, dk, dv, words[1], stats, queue, mask.plane_map,
         key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_kernel import WORDS, barrier_of_threads, tma_load
 from .hopper_registers import ROWS
-from .hopper_units import unit_place
+from .hopper_units import next_number, unit_place
 from .softmax import LOG2E
 
 
@@ -36,9 +36,10 @@ def produce_gradient(
     units = rows * batch_heads
     turn = 0
     step = 0
-    number = gl.program_id(0)  # the queue hands out what follows the first unit of every worker
+    asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
+    number = gl.program_id(0)
     while number >= 0:
-        after = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+        after = next_number(queue, asked)
         b, h, slot = unit_place(
             number, batch_heads, heads, rows, heavy_rows, heavy_rows * batch_heads, last_heads
         )  # fmt: skip

@@ -36,7 +36,7 @@ from .hopper_registers import (
     weighed_and_scaled,
     without,
 )
-from .hopper_units import unit_place
+from .hopper_units import next_number, unit_place
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
 
@@ -71,9 +71,10 @@ def produce(
         units += heavy_rows * (pieces - 1) * batch_heads
     turn = 0
     step = 0
-    number = gl.program_id(0)  # the queue hands out what follows the first unit of every worker
+    asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
+    number = gl.program_id(0)
     while number >= 0:
-        after = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+        after = next_number(queue, asked)
         b, h, slot = unit_place(
             number, batch_heads, heads, rows, heavy_rows, heavy_units, last_heads
         )  # fmt: skip

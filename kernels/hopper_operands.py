@@ -25,11 +25,6 @@ def last_heads_together(p: AttentionProblem, units: int, workers: int) -> int:
     return max(1, min(p.batch * p.heads, heads))
 
 
-def new_queue(mask: TileMask) -> Tensor:
-    """The number of the next unit of work: 0."""
-    return mask.row_ptr.new_zeros(1)
-
-
 def no_fragments(mask: TileMask) -> Tensor:
     """What stands for the fragments of a mask without part tiles; nothing reads it."""
     return mask.bitmap.new_empty((1, WORDS))

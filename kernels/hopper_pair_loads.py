@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_kernel import WORDS, barrier_of_threads, tma_load
 from .hopper_registers import ROWS
-from .hopper_units import unit_place
+from .hopper_units import next_number, unit_place
 
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
 SLOTS: gl.constexpr = gl.constexpr(2)  # for the query tiles of a unit
@@ -85,8 +85,9 @@ def produce_pairs(
     turn = 0
     stage = 0
     phase = 1
-    number = gl.program_id(0)  # the queue hands out what follows the first unit of every worker
-    after = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+    asked = units + 2 * gl.num_programs(0)  # by each worker for each of its units, twice in vain
+    number = gl.program_id(0)
+    after = next_number(queue, asked)
     b, h, base, row = _unit(
         number, units, heavy_units, plane_map, plane_stride_b, plane_stride_h, row_order,
         batch_heads, heads, rows, heavy_pairs, last_heads, SINGLE_PLANE,
@@ -104,7 +105,7 @@ def produce_pairs(
         batch_heads, heads, rows, heavy_pairs, last_heads, SINGLE_PLANE,
     )  # fmt: skip
     while number >= 0:
-        later = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+        later = next_number(queue, asked)
         valid = number < units
         full_0 = middle_0
         both = valid and row + 1 < rows

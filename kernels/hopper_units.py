@@ -1,7 +1,19 @@
-"""Which unit of work a number of the queue is, for block-wise attention on Hopper GPUs."""
+"""Units of work and the queue they come from, for block-wise attention on Hopper GPUs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def next_number(queue, asked):
+    """The number of a unit; the workers' first units are those of their own numbers.
+
+    The queue is asked ``asked`` times in a launch. Whoever is the last leaves 0 for the next one
+    (``work_queue.py``).
+    """
+    number = gl.atomic_add(queue, 1, sem="relaxed")
+    gl.store(queue, 0, mask=number == asked - 1)
+    return number + gl.num_programs(0)
 
 
 @gluon.jit

@@ -271,11 +271,12 @@ def run_kernel(monkeypatch, kernel, modules, instead, programs, arguments, const
         for module in modules:
             for name, held in list(vars(module).items()):
                 patch.setattr(module, name, plain(name, held))
-        named = zip(kernel.arg_names, arguments, strict=False)  # the constants come last
-        values = [_given(*argument) for argument in named]
+        named = dict(zip(kernel.arg_names, arguments, strict=False))  # the constants come last
+        values = [_given(*argument) for argument in named.items()]
         for machine.program in range(programs):
             kernel.fn(*values, **constants)
         machine.run()
+    assert not named["queue"].any(), "the next launch begins at 0"
     return machine
 
 

@@ -146,8 +146,9 @@ def language(machine):
 
     def store(pointer, stored, mask=True):
         index, mask = pointer.places(mask)
-        held = torch.from_numpy(np.asarray(stored)[mask])
-        assert pointer.memory[index[mask]].isnan().all(), "written twice"
+        held = torch.from_numpy(np.broadcast_to(stored, mask.shape)[mask])
+        if pointer.memory.is_floating_point():  # else the queue
+            assert pointer.memory[index[mask]].isnan().all(), "written twice"
         pointer.memory[index[mask]] = held.to(pointer.memory.dtype)
 
     def atomic_add(pointer, amount, sem):

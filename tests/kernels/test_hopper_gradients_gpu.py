@@ -277,7 +277,7 @@ def test_replays_in_a_cuda_graph(hopper):
 
 
 def test_on_two_streams_at_once(hopper):
-    """Each call has a queue and statistics of its own."""
+    """Each stream has a queue, and each call statistics of its own."""
     cases = []
     for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
         q, k, v, grad = operands(2, 900, BRAIN)

@@ -54,8 +54,7 @@ def gradients(monkeypatch):
                 named["stats"].fill_(torch.nan)
             for name in {"dq_desc", "dk_desc", "dv_desc"} & named.keys():
                 named[name].base.fill_(torch.nan)  # and whatever is not NaN was written before
-            queued = programs > 0 and not named["queue"].any()
-            assert queued and named["queue"].numel() == 1, "a queue of its own, which begins at 0"
+            assert programs > 0 and named["queue"].numel() == 1
             machines[kernel.fn.__name__] = run_kernel(
                 monkeypatch, kernel, MODULES, INSTEAD, workers, arguments, constants, seed
             )

@@ -68,10 +68,12 @@ def attend(monkeypatch):
             machine = run_kernel(monkeypatch, kernel, MODULES, INSTEAD, programs, *given)
             launched.append((machine, constants))
 
+        queue = torch.zeros(1, dtype=torch.int32)
         properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
             patch.setattr(attention_hopper, "launch", launch)
+            patch.setattr(attention_hopper, "new_queue", lambda device: queue)
             found = attention_hopper.attention_hopper_forward(
                 q.as_subclass(OnGpu), k, v, list(mask.hopper_tensors), 0.125, 1, stages,
                 heavy_rows, 1, uneven, return_lse,
