@@ -1,4 +1,4 @@
-"""What kernels for Hopper GPUs are given: TMA descriptors, the queue of work, its order."""
+"""What kernels for Hopper GPUs are given: TMA descriptors, the order of work."""
 
 from functools import cache
 from typing import Any

@@ -98,7 +98,8 @@ def weights_code(narrow: str, scaled: bool) -> str:
     score. Weights are taken before it is known whether the offset still suits, which their sums
     tell: a row that outgrew it has a sum over 2 ** SLACK, as has one with a key but no offset. Only
     a warp with such a row looks for the largest scores, scales what was and takes the weights
-    again. Half of the columns at a time, so that the registers of a half's scores are free then.
+    again; one with a row that has no offset yet looks at eight scores first. Half of the columns
+    at a time, so that the registers of a half's scores are free then.
 
     Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is
     told; 32 scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first
@@ -143,8 +144,8 @@ def weights_code(narrow: str, scaled: bool) -> str:
 
 def wide_weights_code(narrow: str) -> str:
     """The same for 64 scores of two rows, 32 of either half of 128 columns, and all at once: for
-    consumers that have the registers for it, and too few neighbours to wait in the meantime. A row
-    begins with the largest of all its scores: registers are short for anything else.
+    consumers that have the registers for it, and too few neighbours to wait in the meantime. A warp
+    with a row that has no offset looks at all scores: registers are short for anything else.
 
     Registers: 16 of packed weights of the left half, 16 of the right one, 32 of what is told; 32
     scores of either half, 32 offsets, 32 sums.

@@ -2,8 +2,9 @@
 
 A kernel leaves 0 behind (``hopper_units.next_number``), so that none has to be written before it: a
 launch less on the GPU and on the host. Two kernels at a time must not count the same number. Those
-of one stream run one after the other and share one; each call that is captured into a CUDA graph
-has its own, for graphs are replayed on any stream, but each one after the other by itself.
+of one stream run one after the other and share one, as every kernel between them waits for the one
+before it (``overlap.py``); each call that is captured into a CUDA graph has its own, for graphs are
+replayed on any stream, but each one after the other by itself. Numbers are not given back.
 """
 
 import threading
@@ -13,7 +14,6 @@ from torch import Tensor
 
 _NUMBERS = 2**15  # of a device: streams, and calls in captured graphs
 _APART = 8  # each begins 32 bytes, as Triton takes its address for a multiple of 16
-_STREAM_PER_THREAD = 2  # what CUDA calls it: one handle, and a stream for each thread
 
 
 class _Numbers:
@@ -22,10 +22,19 @@ class _Numbers:
     def __init__(self, device: int) -> None:
         # in a thread of its own: this one may allocate from the memory of a CUDA graph, as when
         # torch runs a graph for the last time before it captures it
-        made = threading.Thread(target=self._make, args=(device,))
+        failed: list[BaseException] = []
+        made = threading.Thread(target=self._try, args=(device, failed))
         made.start()
         made.join()
+        if failed:
+            raise failed[0]
         self._next = 0
+
+    def _try(self, device: int, failed: list[BaseException]) -> None:
+        try:
+            self._make(device)
+        except BaseException as error:
+            failed.append(error)
 
     def _make(self, device: int) -> None:
         with torch.cuda.device(device):
@@ -41,34 +50,46 @@ class _Numbers:
 
 
 _numbers: dict[int, _Numbers] = {}  # by device
-_of_streams: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and thread, or 0
+_of_streams: dict[tuple[int, int], Tensor] = {}  # by device and torch's number of the stream
 _taking = threading.Lock()
 
 
 def new_queue(device: torch.device) -> Tensor:
-    """The queue for a kernel on the current stream of a device, int32 [1], which is 0."""
+    """The queue for a kernel on the current stream of a device, int32 [1], which is 0.
+
+    Raises:
+        torch.OutOfMemoryError: the first call on a device finds no memory; a later one may.
+    """
     index = device.index
     if torch.cuda.is_current_stream_capturing():
         with _taking:
             held = _numbers.get(index)
             queue = None if held is None else held.take()
         # without numbers, which cannot be made now: one that the graph sets to 0
-        return torch.zeros(1, dtype=torch.int32, device=device) if queue is None else queue
-    handle = torch._C._cuda_getCurrentRawStream(index)
-    stream = index, handle, threading.get_ident() if handle == _STREAM_PER_THREAD else 0
+        return _written(device) if queue is None else queue
+    stream = index, torch._C._cuda_getCurrentStream(index)[0]
     queue = _of_streams.get(stream)
-    return _first_of(stream) if queue is None else queue
+    return _first_of(stream, device) if queue is None else queue
 
 
-def _first_of(stream: tuple[int, int, int]) -> Tensor:
+def _first_of(stream: tuple[int, int], device: torch.device) -> Tensor:
+    index, number = stream
+    # torch's own have odd numbers, the default one 0. Another's is its address, which a new stream
+    # may get while kernels of the old one still run.
+    if number % 2 == 0 and number != 0:
+        return _written(device)
     with _taking:
         if stream in _of_streams:
             return _of_streams[stream]
-        device = stream[0]
-        if device not in _numbers:
-            _numbers[device] = _Numbers(device)
-        queue = _numbers[device].take()
+        if index not in _numbers:
+            _numbers[index] = _Numbers(index)
+        queue = _numbers[index].take()
         if queue is None:
-            return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+            return _written(device)
         _of_streams[stream] = queue
         return queue
+
+
+def _written(device: torch.device) -> Tensor:
+    """One of its own, set to 0 by a launch."""
+    return torch.zeros(1, dtype=torch.int32, device=device)

@@ -39,11 +39,22 @@ _SIGNATURE = re.compile(r"def [\w.]+\([^\n]*\):\n")
 
 
 def early_start_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Inductor and, where torch has it and they do not name it, early starts."""
+    """Settings of Inductor and, where torch has it and they do not switch it off, early starts."""
     from torch._inductor import config
 
-    known = hasattr(config.triton, SETTING.rpartition(".")[2])
-    return {SETTING: EARLY, **settings} if known else dict(settings)
+    off = settings.get(SETTING, True) is False
+    if off or not hasattr(config.triton, SETTING.rpartition(".")[2]):
+        return dict(settings)
+    return {**settings, SETTING: EARLY}
+
+
+def with_every_wait(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of Inductor, without early starts as it writes them itself, which leave waits out:
+    the user or torch's environment may ask for these."""
+    from torch._inductor import config
+
+    asked = settings.get(SETTING, getattr(config.triton, SETTING.rpartition(".")[2], False))
+    return {**settings, SETTING: False} if asked is True else dict(settings)
 
 
 @contextmanager

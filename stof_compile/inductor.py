@@ -16,6 +16,7 @@ from stof_compile.early_start import (
     SETTING,
     early_start_settings,
     kernels_starting_early,
+    with_every_wait,
 )
 from stof_compile.kernel_facts import remembered_kernel_facts
 from stof_compile.options import StofOptions
@@ -74,6 +75,7 @@ def compile_with_settings(
     given = dict(settings)
     if trains and given.get(SETTING) == EARLY:  # a backward pass is compiled later
         del given[SETTING]
+    given = with_every_wait(given)
     with remembered_kernel_facts(trains), kernels_starting_early(), _tracing(inputs):
         compiled = compile_fx(gm, list(inputs), config_patches=given or None)
     return cast("Callable[..., Any]", compiled)  # its other results belong to ahead-of-time modes

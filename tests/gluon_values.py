@@ -51,6 +51,9 @@ class Pointer:
     def __add__(self, steps):
         return Pointer(self.memory, self.offset + steps)
 
+    def __sub__(self, steps):
+        return self + -steps
+
     def places(self, mask):
         """(index, whether it is read or written), which lies in the tensor."""
         index, mask = np.broadcast_arrays(self.offset, mask)

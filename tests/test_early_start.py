@@ -82,6 +82,27 @@ def test_only_replayed_calls_ask_for_it():
         assert config_patches(for_timing(options))[SETTING] == EARLY
     own = StofOptions(mode="reduce-overhead", inductor={SETTING: False})
     assert config_patches(own)[SETTING] is False
+    own = StofOptions(mode="reduce-overhead", inductor={SETTING: True})
+    assert config_patches(own)[SETTING] == EARLY
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("given", [{}, *({SETTING: on} for on in (False, True, EARLY))], ids=str)
+def test_inductor_leaves_no_wait_out(given, everywhere, trains, monkeypatch):
+    from torch._inductor import compile_fx
+
+    written = []
+
+    def compiled(gm, inputs, config_patches):
+        with config.patch(config_patches or {}):
+            written.append(TritonKernel._enable_pdl_codegen())
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    with config.patch({SETTING: everywhere}):  # as torch's environment variable has it
+        compile_with_settings(gm, [torch.ones(2)], given, trains)
+    assert written == [False]
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -11,7 +11,7 @@ from stof_compile.kernels.attention_blockwise import BlockConfig
 from stof_compile.kernels.reference import attention_reference
 from stof_compile.kernels.work_queue import new_queue
 
-from stof_compile import masks
+from stof_compile import masks, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import build_block_mask
 
@@ -39,7 +39,7 @@ class _OnCpu(work_queue._Numbers):
 @pytest.fixture
 def state(monkeypatch, begun_anew):
     """Device 1 as far as queues look at it, with room for three."""
-    state = SimpleNamespace(stream=7, captured=False, device=SimpleNamespace(index=1), zeros=0)
+    state = SimpleNamespace(stream=0, captured=False, device=SimpleNamespace(index=1), zeros=0)
     zeros = torch.zeros
 
     def counted(*size, device=None, **more):
@@ -50,7 +50,7 @@ def state(monkeypatch, begun_anew):
     monkeypatch.setattr(work_queue, "_NUMBERS", 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.captured)
     monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False
+        torch._C, "_cuda_getCurrentStream", lambda index: (state.stream, index, 1), raising=False
     )
     monkeypatch.setattr(torch, "zeros", counted)
     return state
@@ -60,25 +60,36 @@ def test_a_stream_keeps_its_queue(state):
     first = new_queue(state.device)
     assert first.shape == (1,) and first.dtype == torch.int32 and first.item() == 0
     assert new_queue(state.device) is first
-    state.stream = 8
+    state.stream = 7
     second = new_queue(state.device)
     assert second.data_ptr() - first.data_ptr() == 32
-    state.stream = 7
+    state.stream = 0
     assert new_queue(state.device) is first and state.zeros == 0
 
 
-def test_a_handle_that_is_another_stream_in_each_thread(state):
-    state.stream = work_queue._STREAM_PER_THREAD
-    first, others = new_queue(state.device), []
-    other = threading.Thread(target=lambda: others.append(new_queue(state.device)))
-    other.start()
-    other.join()
-    assert new_queue(state.device) is first and others[0].data_ptr() != first.data_ptr()
+@pytest.mark.parametrize("stream", [2, 0x7F00A0])
+def test_streams_that_are_not_torch_s_own_keep_none(state, stream):
+    """Their numbers are addresses, which are given again; 2: another one in each thread."""
+    state.stream = stream
+    found = [new_queue(state.device) for _ in range(2)]
+    assert found[0] is not found[1] and state.zeros == 2 and not work_queue._of_streams
+
+
+def test_without_memory_a_later_call_tries_again(state, monkeypatch):
+    def fails(self, device):
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_OnCpu, "_make", fails)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="none left"):
+                new_queue(state.device)
+    assert new_queue(state.device).item() == 0 and state.zeros == 0
 
 
 def test_numbers_are_made_once_and_in_another_thread(state):
     new_queue(state.device)
-    state.stream = 8
+    state.stream = 9
     new_queue(state.device)
     (made,) = work_queue._numbers.values()
     device, thread = made.maker
@@ -103,9 +114,9 @@ def test_nothing_is_made_while_a_stream_is_captured(state):
 
 
 def test_streams_without_a_number_left(state):
-    for state.stream in range(3):
+    for state.stream in (1, 3, 5):
         new_queue(state.device)
-    state.stream = 3
+    state.stream = 7
     assert new_queue(state.device) is not new_queue(state.device) and state.zeros == 2
 
 
@@ -113,9 +124,14 @@ def test_streams_without_a_number_left(state):
 
 
 class Call:
-    """Attention on a Hopper GPU, with other inputs than another's."""
+    """Attention on a Hopper GPU, with other inputs than another's.
 
-    def __init__(self, form, rule="longformer", length=2000):
+    Args:
+        form: programs of a multiprocessor and stages; one program takes two tile rows at a time.
+        pieces: of each long row.
+    """
+
+    def __init__(self, form, rule="longformer", length=2000, pieces=1):
         device = torch.device("cuda")
         keys = 64 if form[0] > 1 else 128
         spec = {
@@ -123,9 +139,8 @@ class Call:
             "causal": masks.causal(),
         }[rule]
         mask = build_block_mask(spec, length, length, (64, keys), batch=2, heads=12, device=device)
-        self.config = list(
-            honest_config(mask, BlockConfig(64, keys, num_stages=form[1], hopper=form[0]), 24)
-        )
+        config = honest_config(mask, BlockConfig(64, keys, num_stages=form[1], hopper=form[0]), 24)
+        self.config = list(BlockConfig(*config)._replace(pieces=pieces))
         self.arrays = list(mask_arrays(mask, self.config).values())
         self.operands = torch.randn(3, 2, 12, length, 64, device=device, dtype=HALF).unbind()
         keep = mask.to_dense()
@@ -168,6 +183,41 @@ def test_gpu_a_launch_leaves_0(form):
     for _ in range(50):  # and without waiting
         out = call()
     call.check(out)
+    assert not all_numbers().any()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gpu_every_kernel_leaves_0_to_any_other():
+    """All on one stream, one behind the other."""
+    calls = [*map(Call, FORMS), Call((4, 2), "causal"), Call((4, 2), pieces=3)]
+    q, k, v = (x.detach().requires_grad_() for x in calls[0].operands)
+    spec = masks.longformer(window=40, global_tokens=20)
+    grad = torch.randn_like(q)
+    wanted = None
+    for _ in range(10):
+        found = [call() for call in calls]
+        gradients = torch.autograd.grad(sparse_attention(q, k, v, spec), (q, k, v), grad)
+        found += [call() for call in calls[::-1]]
+        wanted = gradients if wanted is None else wanted
+        for one, other in zip(gradients, wanted, strict=True):
+            assert torch.equal(one, other)
+        for call, out in zip([*calls, *calls[::-1]], found, strict=True):
+            call.check(out)
+        assert not all_numbers().any()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gpu_the_first_call_of_all_is_in_a_graph_of_torch(begun_anew):
+    """Which looks what is alive in the memory of its graphs."""
+    call = Call((4, 2))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: call() * 1.0, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            call.check(compiled())
     assert not all_numbers().any()
 
 

@@ -1,0 +1,184 @@
+"""The Hopper kernel of one tile row at a time on the CPU: units, lists, ring, slots and the queue,
+with its partitions in any order, against the reference."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from close import assert_close
+from stof_compile.kernels.reference import attention_reference
+
+from stof_compile import masks
+from stof_compile.masks.block_mask import build_block_mask
+
+pytest.importorskip("triton.experimental.gluon")
+
+from gluon_threads import run_kernel
+from gluon_values import OnGpu, kept_scores, value
+from stof_compile.kernels import attention_hopper, hopper_kernel, hopper_units
+
+HALF = torch.float16
+MODULES = hopper_kernel, hopper_units
+
+
+# -- registers: the assembly has tests of its own (test_weights_code.py) --------------------------
+
+
+def weighed(s, offset, total, mult, dtype):
+    assert not np.isnan(s).any(), "scores that are not there"
+    own = np.minimum(offset, np.floor(-mult * s.max(1, keepdims=True)))
+    alpha = np.exp2(own - offset)
+    p = np.exp2(mult * s + own[:, :1])
+    total = total * alpha
+    total[:, 0] += p.sum(1)
+    return value(p), own, total, alpha
+
+
+def weighed_and_scaled(s, offset, total, acc, mult, dtype):
+    p, own, total, alpha = weighed(s, offset, total, mult, dtype)
+    return p, own, total, alpha, value(acc * alpha[:, :1])
+
+
+INSTEAD = {
+    "kept_scores": kept_scores,
+    "weighed": weighed,
+    "weighed_and_scaled": weighed_and_scaled,
+    "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],
+    "spread": lambda own, width, layout: own[:, :1],
+    **dict.fromkeys(("fragment_layout", "octet_layout", "without"), lambda *arguments: None),
+}
+
+
+# -- a call ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attend(monkeypatch):
+    """``attend(seed, workers, q, k, v, mask, **how)``: attention_hopper_forward on the CPU, long
+    rows put together by ``merged``."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def call(
+        seed, workers, q, k, v, mask, programs=4, stages=2, pieces=1, return_lse=True,
+        heavy_rows=None,
+    ):  # fmt: skip
+        queue = torch.zeros(1, dtype=torch.int32)
+        heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
+        parts = []
+
+        def launch(kernel, grid, arguments, constants, options):
+            if kernel is not hopper_kernel.attention_hopper_kernel:
+                return  # merges what came in pieces
+            out, lse = arguments[3].base, arguments[9]
+            parts.extend(arguments[-2:] if constants["SPLIT"] else ())
+            for tensor in (out, *([lse] if return_lse else []), *parts):
+                tensor.fill_(torch.nan)  # and whatever is not NaN was written before
+            given = arguments, constants, seed
+            run_kernel(monkeypatch, kernel, MODULES, INSTEAD, workers, *given)
+
+        properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+            patch.setattr(attention_hopper, "launch", launch)
+            patch.setattr(attention_hopper, "new_queue", lambda device: queue)
+            found = attention_hopper.attention_hopper_forward(
+                q.as_subclass(OnGpu), k, v, list(mask.hopper_tensors), 0.125, programs, stages,
+                heavy_rows, pieces, mask.uneven, return_lse,
+            )  # fmt: skip
+        found = tuple(t.as_subclass(torch.Tensor) for t in found)
+        if parts:
+            merged(*found, *parts, mask)
+        return found
+
+    return call
+
+
+def merged(out, lse, values, stats, mask):
+    """What ``merge_rows_kernel`` makes of the pieces, in fp64, into rows that nobody wrote."""
+    batch, heads, q_len, head_dim = out.shape
+    plane_map, order = mask.tensors[0], mask.tensors[6].view(mask.planes, mask.rows)
+    for number in range(batch * heads):
+        b, h = divmod(number, heads)
+        plane = int(plane_map.expand(batch, heads)[b, h])
+        for slot in range(values.shape[1]):
+            first = int(order[plane, slot]) * 64
+            rows = slice(first, min(first + 64, q_len))
+            count = rows.stop - first
+            average = values[number, slot, :, :count, :head_dim].double()
+            top, total = stats[number, slot, :, :, :count].double().unbind(1)
+            assert not average.isnan().any() and not top.isnan().any()
+            log_sums = top + total.log()
+            whole = log_sums.logsumexp(0)
+            share = (log_sums - whole.nan_to_num(neginf=0)).exp()
+            assert out[b, h, rows].isnan().all(), "a row in pieces is written by the merge only"
+            out[b, h, rows] = (share[..., None] * average).sum(0).to(out.dtype)
+            if lse.numel():
+                lse[b, h, rows] = whole.float()
+
+
+def operands(batch, heads, q_len, k_len, head_dim, group=1):
+    draw = torch.Generator().manual_seed(q_len)
+    q = torch.randn(batch, heads, q_len, head_dim, generator=draw).to(HALF)
+    k, v = torch.randn(2, batch, heads // group, k_len, head_dim, generator=draw).to(HALF)
+    return q, k, v
+
+
+def check(attend, q, k, v, mask, seed=0, workers=3, **how):
+    out, lse = attend(seed, workers, q, k, v, mask, **how)
+    expected, expected_lse = attention_reference(
+        q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.125, 0.0, True
+    )
+    assert_close(out, expected, HALF)
+    if lse.numel():
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+def rules():
+    draw = torch.Generator().manual_seed(3)
+    keep = torch.rand(2, 3, 330, 400, generator=draw) < 0.3
+    keep[:, 1] = False  # a head without keys
+    keep[:, :, 192:256, 64:192] = True  # full tiles
+    keep[:, 0, 64:128, :200] = False  # a tile row of part tiles only
+    return {
+        "causal": masks.causal(),
+        "dense": masks.dense(),
+        "sliding": masks.sliding_window(40),
+        "longformer": masks.longformer(window=40, global_tokens=20),
+        "bigbird": masks.bigbird(window=24, global_tokens=17, random_fill=0.2),
+        "tiles only": masks.block_diagonal(64),
+        "planes": masks.from_tensor(keep),
+    }
+
+
+@pytest.mark.parametrize("rule", rules())
+@pytest.mark.parametrize(
+    ("head_dim", "programs", "stages", "group"),
+    [(40, 4, 2, 1), (64, 3, 3, 3), (64, 1, 1, 1), (80, 2, 3, 1), (128, 3, 1, 1)],
+    ids=str,
+)
+def test_results(attend, rule, head_dim, programs, stages, group):
+    q, k, v = operands(2, 3, 330, 400, head_dim, group)
+    mask = build_block_mask(rules()[rule], 330, 400, 64, batch=2, heads=3)
+    check(attend, q, k, v, mask, programs=programs, stages=stages)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7])
+@pytest.mark.parametrize("rule", ["longformer", "bigbird", "planes", "dense"])
+@pytest.mark.parametrize("heavy_rows", [1, 3, 99])
+def test_rows_in_pieces(attend, rule, pieces, heavy_rows):
+    q, k, v = operands(2, 3, 330, 400, 64)
+    mask = build_block_mask(rules()[rule], 330, 400, 64, batch=2, heads=3)
+    check(attend, q, k, v, mask, pieces=pieces, heavy_rows=heavy_rows, return_lse=pieces != 7)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_and_any_number_of_workers(attend, seed, workers):
+    """40: more than there are units, so that some are asked for in vain only."""
+    draw = np.random.default_rng(seed)
+    q, k, v = operands(1, 4, int(draw.integers(1, 400)), int(draw.integers(1, 400)), 64)
+    rule = list(rules())[int(draw.integers(0, 6))]
+    mask = build_block_mask(rules()[rule], q.shape[2], k.shape[2], 64, batch=1, heads=4)
+    more = {"heavy_rows": int(draw.integers(0, 3)), "pieces": int(draw.integers(1, 4))}
+    check(attend, q, k, v, mask, seed, workers, **more)
