@@ -1,21 +1,19 @@
 """The Hopper kernel of two tile rows at a time on the CPU: loads, lists, barriers and turns, with
 its partitions in any order, against the reference."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from close import assert_close
-from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
 from stof_compile.masks.block_mask import build_block_mask
 
 pytest.importorskip("triton.experimental.gluon")
 
+import hopper_attention
 from gluon_threads import run_kernel
-from gluon_values import OnGpu, kept_scores, value
+from gluon_values import OnGpu, value
+from hopper_attention import check, launches, operands
 from stof_compile.kernels import (
     attention_hopper,
     hopper_pair_kernel,
@@ -23,29 +21,18 @@ from stof_compile.kernels import (
     hopper_units,
 )
 
-HALF = torch.float16
-
-
-# -- registers: the assembly has tests of its own (test_weights_code.py) --------------------------
+# -- registers ------------------------------------------------------------------------------------
 
 
 def weighed_halves(left, right, offset, total, mult, dtype):
-    s = np.concatenate([left, right], 1)
-    assert not np.isnan(s).any(), "scores that are not there"
-    own = np.minimum(offset, np.floor(-mult * s.max(1, keepdims=True)))
-    alpha = np.exp2(own - offset)
-    p = np.exp2(mult * s + own[:, :1])
-    total = total * alpha
-    total[:, 0] += p.sum(1)
-    return value(p[:, :64]), value(p[:, 64:]), own, total, alpha
+    p, *told = hopper_attention.weighed(np.concatenate([left, right], 1), offset, total, mult)
+    return value(p[:, :64]), value(p[:, 64:]), *told
 
 
 INSTEAD = {
-    "kept_scores": kept_scores,
+    **hopper_attention.INSTEAD,
     "weighed_halves": weighed_halves,
-    "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],
     "column_halves": lambda s: (s[:, :64], s[:, 64:]),
-    **dict.fromkeys(("fragment_layout", "octet_layout", "without"), lambda *arguments: None),
 }
 MODULES = hopper_pair_kernel, hopper_pair_loads, hopper_units
 
@@ -56,7 +43,6 @@ MODULES = hopper_pair_kernel, hopper_pair_loads, hopper_units
 @pytest.fixture
 def attend(monkeypatch):
     """``attend(seed, workers, q, k, v, mask, **how)``: attention_hopper_forward on the CPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     launched = []
 
     def call(seed, workers, q, k, v, mask, stages=2, heavy_rows=0, uneven=False, return_lse=True):
@@ -68,37 +54,12 @@ def attend(monkeypatch):
             machine = run_kernel(monkeypatch, kernel, MODULES, INSTEAD, programs, *given)
             launched.append((machine, constants))
 
-        queue = torch.zeros(1, dtype=torch.int32)
-        properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-            patch.setattr(attention_hopper, "launch", launch)
-            patch.setattr(attention_hopper, "new_queue", lambda device: queue)
-            found = attention_hopper.attention_hopper_forward(
-                q.as_subclass(OnGpu), k, v, list(mask.hopper_tensors), 0.125, 1, stages,
-                heavy_rows, 1, uneven, return_lse,
-            )  # fmt: skip
-        return tuple(t.as_subclass(torch.Tensor) for t in found)
+        numbers = 1, stages, heavy_rows, 1, uneven, return_lse
+        with launches(monkeypatch, launch, workers):
+            return hopper_attention.hopper_attention(q, k, v, mask, *numbers)
 
     call.launched = launched
     return call
-
-
-def operands(batch, heads, q_len, k_len, head_dim, group=1):
-    draw = torch.Generator().manual_seed(q_len)
-    q = torch.randn(batch, heads, q_len, head_dim, generator=draw).to(HALF)
-    k, v = torch.randn(2, batch, heads // group, k_len, head_dim, generator=draw).to(HALF)
-    return q, k, v
-
-
-def check(attend, q, k, v, mask, seed=0, workers=3, **arguments):
-    out, lse = attend(seed, workers, q, k, v, mask, **arguments)
-    expected, expected_lse = attention_reference(
-        q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.125, 0.0, True
-    )
-    assert_close(out, expected, HALF)
-    if lse.numel():
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
 
 
 def rules():
@@ -169,7 +130,8 @@ def test_the_groups_ask_for_scores_in_turns(seed, attend):
         assert len(asked) % 10 == 0 and asked == [0, 1] * (len(asked) // 2)
 
 
-def test_what_the_launcher_refuses_on_a_hopper_gpu(attend, monkeypatch):
+def test_what_the_launcher_refuses_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     wide = build_block_mask(masks.causal(), 128, 128, (64, 128))
     q, k, v = operands(1, 1, 128, 128, 64)
 

@@ -1,38 +1,30 @@
 """The Hopper kernel of one tile row at a time on the CPU: units, lists, ring, slots and the queue,
 with its partitions in any order, against the reference."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from close import assert_close
-from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
 from stof_compile.masks.block_mask import build_block_mask
 
 pytest.importorskip("triton.experimental.gluon")
 
+import hopper_attention
 from gluon_threads import run_kernel
-from gluon_values import OnGpu, kept_scores, value
-from stof_compile.kernels import attention_hopper, hopper_kernel, hopper_units
+from gluon_values import value
+from hopper_attention import check, launches, operands
+from stof_compile.kernels import hopper_kernel, hopper_units
 
-HALF = torch.float16
 MODULES = hopper_kernel, hopper_units
 
 
-# -- registers: the assembly has tests of its own (test_weights_code.py) --------------------------
+# -- registers ------------------------------------------------------------------------------------
 
 
 def weighed(s, offset, total, mult, dtype):
-    assert not np.isnan(s).any(), "scores that are not there"
-    own = np.minimum(offset, np.floor(-mult * s.max(1, keepdims=True)))
-    alpha = np.exp2(own - offset)
-    p = np.exp2(mult * s + own[:, :1])
-    total = total * alpha
-    total[:, 0] += p.sum(1)
-    return value(p), own, total, alpha
+    p, *told = hopper_attention.weighed(s, offset, total, mult)
+    return value(p), *told
 
 
 def weighed_and_scaled(s, offset, total, acc, mult, dtype):
@@ -41,12 +33,10 @@ def weighed_and_scaled(s, offset, total, acc, mult, dtype):
 
 
 INSTEAD = {
-    "kept_scores": kept_scores,
+    **hopper_attention.INSTEAD,
     "weighed": weighed,
     "weighed_and_scaled": weighed_and_scaled,
-    "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],
     "spread": lambda own, width, layout: own[:, :1],
-    **dict.fromkeys(("fragment_layout", "octet_layout", "without"), lambda *arguments: None),
 }
 
 
@@ -57,13 +47,11 @@ INSTEAD = {
 def attend(monkeypatch):
     """``attend(seed, workers, q, k, v, mask, **how)``: attention_hopper_forward on the CPU, long
     rows put together by ``merged``."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def call(
         seed, workers, q, k, v, mask, programs=4, stages=2, pieces=1, return_lse=True,
         heavy_rows=None,
     ):  # fmt: skip
-        queue = torch.zeros(1, dtype=torch.int32)
         heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
         parts = []
 
@@ -77,16 +65,9 @@ def attend(monkeypatch):
             given = arguments, constants, seed
             run_kernel(monkeypatch, kernel, MODULES, INSTEAD, workers, *given)
 
-        properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-            patch.setattr(attention_hopper, "launch", launch)
-            patch.setattr(attention_hopper, "new_queue", lambda device: queue)
-            found = attention_hopper.attention_hopper_forward(
-                q.as_subclass(OnGpu), k, v, list(mask.hopper_tensors), 0.125, programs, stages,
-                heavy_rows, pieces, mask.uneven, return_lse,
-            )  # fmt: skip
-        found = tuple(t.as_subclass(torch.Tensor) for t in found)
+        numbers = programs, stages, heavy_rows, pieces, mask.uneven, return_lse
+        with launches(monkeypatch, launch, workers):
+            found = hopper_attention.hopper_attention(q, k, v, mask, *numbers)
         if parts:
             merged(*found, *parts, mask)
         return found
@@ -115,23 +96,6 @@ def merged(out, lse, values, stats, mask):
             out[b, h, rows] = (share[..., None] * average).sum(0).to(out.dtype)
             if lse.numel():
                 lse[b, h, rows] = whole.float()
-
-
-def operands(batch, heads, q_len, k_len, head_dim, group=1):
-    draw = torch.Generator().manual_seed(q_len)
-    q = torch.randn(batch, heads, q_len, head_dim, generator=draw).to(HALF)
-    k, v = torch.randn(2, batch, heads // group, k_len, head_dim, generator=draw).to(HALF)
-    return q, k, v
-
-
-def check(attend, q, k, v, mask, seed=0, workers=3, **how):
-    out, lse = attend(seed, workers, q, k, v, mask, **how)
-    expected, expected_lse = attention_reference(
-        q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.125, 0.0, True
-    )
-    assert_close(out, expected, HALF)
-    if lse.numel():
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
 
 
 def rules():

@@ -1,0 +1,73 @@
+"""What tests of the Hopper attention kernels share: calls of their launcher on the CPU."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from close import assert_close
+from gluon_values import OnGpu, kept_scores
+from stof_compile.kernels import attention_hopper as module
+from stof_compile.kernels.reference import attention_reference
+
+HALF = torch.float16
+INSTEAD = {  # the assembly has tests of its own (test_weights_code.py)
+    "kept_scores": kept_scores,
+    "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],
+    **dict.fromkeys(("fragment_layout", "octet_layout", "without"), lambda *arguments: None),
+}
+
+
+def weighed(s, offset, total, mult):
+    """(weights, offsets, sums, factor of the former result) of a tile of scores."""
+    assert not np.isnan(s).any(), "scores that are not there"
+    own = np.minimum(offset, np.floor(-mult * s.max(1, keepdims=True)))
+    alpha = np.exp2(own - offset)
+    p = np.exp2(mult * s + own[:, :1])
+    total = total * alpha
+    total[:, 0] += p.sum(1)
+    return p, own, total, alpha
+
+
+@contextmanager
+def launches(monkeypatch, launch, workers):
+    """``attention_hopper_forward`` meets a GPU of so many multiprocessors, and launches by
+    ``launch`` of (kernel, programs, arguments, constants, options)."""
+    properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
+    queue = torch.zeros(1, dtype=torch.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(module, "launch", launch)
+        patch.setattr(module, "new_queue", lambda device: queue)
+        yield
+
+
+def hopper_attention(q, k, v, mask, *numbers):
+    """(result, log-sum-exp) of the launcher for tensors on the CPU.
+
+    Args:
+        numbers: programs, stages, heavy_rows, pieces, uneven, return_lse.
+    """
+    given = q.as_subclass(OnGpu), k, v, list(mask.hopper_tensors), 0.125
+    found = module.attention_hopper_forward(*given, *numbers)
+    return tuple(t.as_subclass(torch.Tensor) for t in found)
+
+
+def operands(batch, heads, q_len, k_len, head_dim, group=1):
+    """q, k and v."""
+    draw = torch.Generator().manual_seed(q_len)
+    q = torch.randn(batch, heads, q_len, head_dim, generator=draw).to(HALF)
+    k, v = torch.randn(2, batch, heads // group, k_len, head_dim, generator=draw).to(HALF)
+    return q, k, v
+
+
+def check(attend, q, k, v, mask, seed=0, workers=3, **how):
+    """``attend(seed, workers, q, k, v, mask, **how)`` against the reference."""
+    out, lse = attend(seed, workers, q, k, v, mask, **how)
+    expected, expected_lse = attention_reference(
+        q.double(), k.double(), v.double(), mask.to_dense(), None, None, 0.125, 0.0, True
+    )
+    assert_close(out, expected, HALF)
+    if lse.numel():
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
