@@ -42,7 +42,8 @@ def early_start_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of Inductor and, where torch has it and they do not switch it off, early starts."""
     from torch._inductor import config
 
-    off = settings.get(SETTING, True) is False
+    asked = settings.get(SETTING, EARLY)
+    off = not asked and asked != EARLY
     if off or not hasattr(config.triton, SETTING.rpartition(".")[2]):
         return dict(settings)
     return {**settings, SETTING: EARLY}
@@ -54,7 +55,7 @@ def with_every_wait(settings: Mapping[str, Any]) -> dict[str, Any]:
     from torch._inductor import config
 
     asked = settings.get(SETTING, getattr(config.triton, SETTING.rpartition(".")[2], False))
-    return {**settings, SETTING: False} if asked is True else dict(settings)
+    return {**settings, SETTING: False} if asked else dict(settings)
 
 
 @contextmanager
