@@ -67,17 +67,35 @@ def attention_block(
     if hopper_programs(config):
         if key_keep is not None or bias is not None or softcap != 0:
             raise ValueError("the Hopper kernel takes no padding, bias or softcap")
-        pieces = config[_PIECES] if len(config) > _PIECES else 1
-        out, lse = torch.ops.stof.attention_hopper(
-            q, k, v, plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order,
-            scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
-            return_lse, bool(config[_HEADS_FAST]),
-        )  # fmt: skip
-        return out, lse
+        mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+        return attend_on_hopper(q, k, v, mask, scale, config, return_lse)
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
     return _launcher("stof::attention_block")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
     )
+
+
+def attend_on_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor],
+    scale: float,
+    config: Sequence[int],
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the Hopper kernel and no gradient: what ``attention_block`` does with a config
+    that has ``hopper`` set, without the way through it.
+
+    Args:
+        mask: arrays of the block mask, with fragments in place of the bitmap.
+    """
+    pieces = config[_PIECES] if len(config) > _PIECES else 1
+    out, lse = torch.ops.stof.attention_hopper(
+        q, k, v, *mask, scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
+        return_lse, bool(config[_HEADS_FAST]),
+    )  # fmt: skip
+    return out, lse
 
 
 @torch.library.triton_op("stof::attention_row", mutates_args=())

@@ -1,8 +1,8 @@
 """The operator of the Hopper kernel of block-wise attention, and what its gradients need.
 
 Opaque to torch.compile: its TMA descriptors are made at the call. Defined in a library and not as a
-custom operator, which would take as long to get through as the launch. Only ``attention_block``
-calls it, and has the gradient.
+custom operator, which would take as long to get through as the launch. It has no gradient;
+``attention_block``, which calls it, has one. An eager call that wants none calls it too.
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ from stof_compile.attention.operands import (
 from stof_compile.attention.trace_rule import exporting, trace_rule
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
-from stof_compile.ops_block import wants_kernel_gradients
+from stof_compile.ops_block import attend_on_hopper, hopper_programs, wants_kernel_gradients
 from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_hopper_attention import gradient_fragments
 
@@ -260,11 +260,16 @@ def _attend(
         return _sdpa(q, k, v, block_mask.to_dense(), key_keep, bias, scale), q.new_empty(0)
     if kernel == "block":
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
+    by_kernels = wants_kernel_gradients(q, k, v, bias)
+    arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
+    on_hopper = kernel == "block" and hopper_programs(config) > 0
+    # a mode that records what it sees is to meet the operator that has a gradient
+    if on_hopper and not by_kernels and not torch._C._len_torch_dispatch_stack():
+        return attend_on_hopper(q, k, v, arrays, scale, config, return_lse)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     on_gpu = device == "cuda"
     attend = SPARSE_OPERATORS[kernel] if on_gpu else torch.ops.stof.attention_cpu
     more: list[Any] = [] if on_gpu else [kernel]
-    by_kernels = wants_kernel_gradients(q, k, v, bias)
     if by_kernels:
         fragments = gradient_fragments(block_mask, q.shape, v.shape, q.dtype, q.device, plain)
         more = [*gradient_arrays(block_mask, kernel, config, fragments).values()]
@@ -276,7 +281,7 @@ def _attend(
         q,
         k,
         v,
-        *mask_arrays(block_mask, config if kernel == "block" else ()).values(),
+        *arrays,
         key_keep,
         bias,
         scale,

@@ -17,8 +17,10 @@ from gradient_checks import (
     stored_mask,
 )
 from stof_compile.kernels import reference
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from stof_compile import explain, masks, sparse_attention
+from stof_compile.attention import functional
 from stof_compile.attention.functional import attention_kernel
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import build_block_mask
@@ -197,3 +199,26 @@ def test_training_with_symbolic_lengths(only_kernels, rule):
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b, SINGLE, 4.0)  # five products behind each other
     assert {site.kernel for site in explain(fast).sites} == {"rule"}
+
+
+def test_what_records_an_eager_call_meets_the_operator_with_a_gradient(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    q, k, v = torch.randn(3, 8, 12, 1500, 64, device="cuda", dtype=HALF)
+    direct = []
+    attend_directly = functional.attend_on_hopper
+    monkeypatch.setattr(
+        functional, "attend_on_hopper", lambda *given: direct.append(1) or attend_directly(*given)
+    )
+
+    def attend(*operands):
+        return sparse_attention(*operands, masks.sliding_window(40))
+
+    out = attend(q, k, v)
+    assert direct == [1]
+    traced = make_fx(attend)(q, k, v)
+    assert "stof.attention_block" in traced.code
+    trained = attend(q, k, v.clone().requires_grad_())
+    assert direct == [1] and trained.requires_grad
+    for other in (traced(q, k, v), trained):
+        assert torch.equal(other, out)
