@@ -9,7 +9,8 @@ from stof_compile.kernels.reference import attention_reference
 from torch.utils.checkpoint import checkpoint
 
 from stof_compile import attention_kernel, masks, sparse_attention
-from stof_compile.attention.functional import current_override, default_kernel
+from stof_compile.attention.functional import current_override
+from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
 from stof_compile.masks import MaskSpec
 from tests.close import assert_close
 from tests.functional_operands import WINDOW, operands
@@ -202,14 +203,26 @@ def test_forced_kernel(kernel: str) -> None:
 
 
 def test_default_kernel() -> None:
+    half = torch.float16
     assert default_kernel("cpu", 0.1, 100) == "gather"
     assert default_kernel("cpu", 0.5, 100) == "gather"
     assert default_kernel("cpu", 0.5, 100, dtype=torch.bfloat16) == "sdpa"
     assert default_kernel("cpu", 0.5, 100, dtype=torch.bfloat16, return_lse=True) == "gather"
     assert default_kernel("cuda", 0.1, 100) == "block"
+    assert default_kernel("cuda", 0.3, 100, head_dim=80) == "sdpa"
+    assert default_kernel("cuda", 0.5, 100) == "sdpa"
+    assert default_kernel("cuda", 0.5, 100, return_lse=True) == "block"
+    assert default_kernel("cuda", 1.0, 100, dtype=half) == "block"
     assert default_kernel("cuda", 0.1, 1) == "row"
+    assert default_kernel("cuda", 0.9, 1, dtype=half) == "sdpa"
     assert default_kernel("cpu", 0.9, 100) == "sdpa"
     assert default_kernel("cpu", 0.9, 100, softcap=2.0) == "gather"
+
+
+def test_causal_masks_are_left_to_sdpa() -> None:
+    assert sdpa_takes_causal(128, on_hopper=True)
+    assert sdpa_takes_causal(64, on_hopper=False)
+    assert not sdpa_takes_causal(64, on_hopper=True)
 
 
 @pytest.mark.parametrize("kernel", ["gather", "flex"])

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from stof_compile.attention.call import CUDNN, honest_config
-from stof_compile.attention.functional import default_kernel
 from stof_compile.attention.problem import AttentionProblem
+from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
 from stof_compile.errors import StofUnsupportedError
+from stof_compile.ops_block import hopper_programs
 
 if TYPE_CHECKING:
     from stof_compile.kernels.attention_cpu import CpuKernel
@@ -29,7 +30,7 @@ _LOOPS = 4  # position of the loop form in a block-wise config
 def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
     """Return kernel, config and the reason, from the problem alone.
 
-    The kernel is `functional.default_kernel`'s, the config the first that fits.
+    The kernel is `unmeasured.default_kernel`'s, the config the first that fits.
 
     Raises:
         StofUnsupportedError: a softcap, which SDPA lacks, on a problem that no kernel takes.
@@ -44,12 +45,17 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
         return "sdpa", (), "no mask: the library kernels are the best dense ones"
     if problem.training and not capped:
         return "sdpa", (), "training without measurements stays with SDPA's own backward"
+    if problem.device.type == "cuda" and problem.causal_only and problem.plain:
+        first = plausible_configs(problem, "block")[:1]
+        if sdpa_takes_causal(problem.head_dim, bool(first) and hopper_programs(first[0]) > 0):
+            return "sdpa", (), "SDPA has kernels for a causal mask"
     density = _tile_density(problem)
     kernel = default_kernel(
         problem.device.type,
         density,
         problem.q_len,
         dtype=problem.q.dtype,
+        head_dim=max(problem.head_dim, problem.v.shape[3]),
         softcap=problem.softcap,
     )
     configs = plausible_configs(problem, kernel)

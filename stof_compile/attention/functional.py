@@ -29,6 +29,7 @@ from stof_compile.attention.operands import (
     check_tensor_mask,
 )
 from stof_compile.attention.trace_rule import exporting, trace_rule
+from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 from stof_compile.ops_block import attend_on_hopper, hopper_programs, wants_kernel_gradients
@@ -38,8 +39,8 @@ from stof_compile.ops_hopper_attention import gradient_fragments
 KERNELS = ("row", "block", "gather", "flex", "sdpa")
 KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "gather", "sdpa")}
 
-# Part of the tiles that may be touched before dense attention is the better guess.
-SPARSE_WINS_BELOW = 0.6
+_CAUSAL = masks.causal().key
+_KEPT_DENSE = 2**24  # bytes of a dense mask that is kept beside its block mask
 
 _OVERRIDE: ContextVar[str | None] = ContextVar("stof_attention_kernel", default=None)
 
@@ -94,10 +95,11 @@ def sparse_attention(
 
     Works eagerly and inside ``torch.compile`` of any backend without a graph break;
     ``backend="stof"`` treats the call as an attention site. Eagerly the kernel is chosen by the
-    part of the mask's tiles that are touched: up to 60 % (half types on the CPU: 45 %) the sparse
-    kernel of the device (CUDA: block-wise, CPU: gather), above it SDPA; `attention_kernel`
-    overrides that. Behind a sparse kernel on CUDA the gradients of q, k and v come from sparse
-    kernels; that of a bias, and any on the CPU, from a formula in strips of query rows.
+    dtype and the part of the mask's tiles that are touched: on CUDA block-wise for half types, for
+    fp32 up to 35 % (head dims above 64: 16 %); on the CPU gather up to 60 % (half types: 45 %);
+    else SDPA, and for most causal masks on CUDA. `attention_kernel` overrides that. Behind a sparse
+    kernel on CUDA the gradients of q, k and v come from sparse kernels; that of a bias, and any on
+    the CPU, from a formula in strips of query rows.
 
     Args:
         q: [batch, heads, q_len, head_dim], any strides.
@@ -186,31 +188,6 @@ def _refuse_tangents(*operands: Tensor | None) -> None:
             )
 
 
-def default_kernel(
-    device_type: str,
-    tile_density: float,
-    q_len: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-) -> str:
-    """Return the kernel taken when nothing was measured: see `sparse_attention`.
-
-    Args:
-        device_type: "cuda" or "cpu". tile_density: touched / all tiles of the mask.
-        q_len: queries; a single one on CUDA takes the row-wise kernel.
-        dtype: of q, k and v. softcap, return_lse: what SDPA has not.
-    """
-    if device_type == "cpu":
-        from stof_compile.kernels.attention_cpu import preferred_cpu_kernel
-
-        return preferred_cpu_kernel(dtype, tile_density, softcap=softcap, return_lse=return_lse)
-    if tile_density > SPARSE_WINS_BELOW and softcap <= 0 and not return_lse:
-        return "sdpa"
-    return "row" if q_len == 1 else "block"
-
-
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -243,6 +220,14 @@ def _attend(
         _refuse_flex(q, k, v, bias, return_lse)
     plain = key_keep is None and bias is None and softcap == 0 and scale > 0
     config = _first_config(q, v, forced, plain)
+    if device == "cuda" and plain and not return_lse and spec.key == _CAUSAL:
+        on_hopper = forced is None and hopper_programs(config) > 0
+        if forced == "sdpa" or (forced is None and sdpa_takes_causal(q.shape[3], on_hopper)):
+            gqa = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=gqa
+            )
+            return out, q.new_empty(0)
     block_mask = _block_mask(spec, q, k, (config[0], config[1]))
     kernel = forced
     if kernel is None:
@@ -250,14 +235,22 @@ def _attend(
             1, block_mask.planes * block_mask.rows * block_mask.cols
         )
         kernel = default_kernel(
-            device, touched, q.shape[2], dtype=q.dtype, softcap=softcap, return_lse=return_lse
+            device,
+            touched,
+            q.shape[2],
+            dtype=q.dtype,
+            head_dim=max(q.shape[3], v.shape[3]),
+            softcap=softcap,
+            return_lse=return_lse,
         )
     if kernel == "sdpa" and device == "cuda":
         if return_lse:
             raise StofUnsupportedError(
                 "attention_kernel('sdpa'): SDPA returns no log-sum-exp on CUDA"
             )
-        return _sdpa(q, k, v, block_mask.to_dense(), key_keep, bias, scale), q.new_empty(0)
+        kept = block_mask.planes * q.shape[2] * k.shape[2] <= _KEPT_DENSE
+        dense = block_mask.dense if kept else block_mask.to_dense()
+        return _sdpa(q, k, v, dense, key_keep, bias, scale), q.new_empty(0)
     if kernel == "block":
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     by_kernels = wants_kernel_gradients(q, k, v, bias)

@@ -17,6 +17,7 @@ from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 from stof_compile.masks.assemble import Storage, assemble, planes_of
 from stof_compile.masks.bands import BandRule
+from stof_compile.masks.dense_tensor import dense_tensor
 from stof_compile.masks.derived import Made, derive
 from stof_compile.masks.fragments import both_ways, to_fragments
 from stof_compile.masks.key_lists import key_lists
@@ -312,19 +313,15 @@ class BlockMask:
         names = [field.name for field in fields(self) if field.type == "Tensor"]
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
+    @cached_property
+    def dense(self) -> Tensor:
+        """`to_dense`, kept as long as this mask. Not to be made while a CUDA stream is capturing:
+        the host waits."""
+        return self._derive("mask as a bool tensor", self.to_dense)
+
     def to_dense(self) -> Tensor:
         """Expand to bool [Bm, Hm, q_len, k_len], the whole matrix."""
-        rows, cols = self.rows, self.cols
-        size = (self.planes * rows, cols, self.block_q, self.block_k)
-        tiles = torch.zeros(size, dtype=torch.bool, device=self.device)
-        row, col, part = self.row_of_tile(), self.col_idx.long(), self.is_part()
-        tiles[row[~part], col[~part]] = True
-        if self.bitmap.shape[0]:
-            content = bitmap.unpack(self.bitmap, self.block_q, self.block_k)
-            tiles[row[part], col[part]] = content[self.bitmap_id[part].long()]
-        dense = tiles.reshape(self.planes, rows, cols, self.block_q, self.block_k).transpose(2, 3)
-        dense = dense.reshape(self.planes, rows * self.block_q, cols * self.block_k)
-        return dense[self.plane_map.long()][..., : self.q_len, : self.k_len]
+        return dense_tensor(self)
 
     def plot(self, path: str | Path) -> Path:
         """Draw the mask to a PNG; needs matplotlib."""
