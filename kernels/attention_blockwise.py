@@ -5,7 +5,7 @@
 Here: how the kernel of ``blockwise_kernel.py`` is configured and launched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from .attention_hopper import hopper_forms, hopper_refusal
 from .blockwise_kernel import attention_block_kernel
+from .bound_launch import Repeat
 from .limits import (
     fits_registers,
     multiplies_by_groups,
+    product_widths,
     shared_memory_bytes,
     shared_memory_limit,
     tf32_allowed,
@@ -105,19 +107,6 @@ NARROW = (64, 32, 4)
 _LIMITED, _REGISTERS = (64, 64, 4, 3, 5), {64: 128, 32: 88}  # by keys of a tile
 # Tile rows of all heads from which its workers have enough to do to repay their start.
 _HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
-
-
-def product_widths(dim: int, capability: tuple[int, int]) -> tuple[int, int]:
-    """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
-
-    192 as 128 and 64 takes three quarters of what 256 takes. GPUs that hold operands in registers
-    have too few of them for two products.
-    """
-    width = next_power_of_two(dim)
-    half = width // 2
-    if dim <= 128 or dim > half + half // 2 or not multiplies_by_groups(capability):
-        return width, 0
-    return half, max(16, next_power_of_two(dim - half))
 
 
 def configs(
@@ -258,6 +247,7 @@ def attention_block_forward(
     config: Sequence[int],
     return_lse: bool,
     rounded: Rounded | None = None,
+    launched: Callable[[Repeat, AttentionProblem], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the block-wise kernel.
 
@@ -276,6 +266,7 @@ def attention_block_forward(
         return_lse: also return the log-sum-exp of the masked scores.
         rounded: q, k and v are e4m3 with these scales; the keys of v lie side by side, and zeros
             behind them up to the end of the last tile.
+        launched: told of the launch where it can be had again, outside of traces.
 
     Returns:
         out: logical [batch, heads, q_len, value_dim] in [batch, q_len, heads, value_dim] memory.
@@ -325,7 +316,8 @@ def attention_block_forward(
         held = new_pieces(q, per_head, heavy_rows, how.pieces, how.block_q, width)
         programs += heavy_rows * (how.pieces - 1)
     with on_device(q):
-        launchable(attention_block_kernel, q)[(programs * per_head,)](
+        kernel = launchable(attention_block_kernel, q, launched is not None)
+        repeat = kernel[(programs * per_head,)](
             p.q, *vec_strides[0],
             p.k, *vec_strides[1],
             values, *vec_strides[2],
@@ -374,6 +366,8 @@ def attention_block_forward(
         )  # fmt: skip
         if held is not None:
             merge_rows(held, arrays, out, lse)
+        elif repeat is not None and launched is not None:
+            launched(repeat, p)
     return out.transpose(1, 2), lse
 
 

@@ -4,6 +4,8 @@ from typing import TypeVar
 
 import torch
 
+from .problem import next_power_of_two
+
 _Config = TypeVar("_Config", bound=tuple[int, ...])
 
 # Shared memory one program may use, bytes, by CUDA compute capability.
@@ -134,6 +136,19 @@ def multiplies_by_groups(capability: tuple[int, int]) -> bool:
     Others, those of capability 12 among them, hold both operands in registers.
     """
     return torch.version.hip is None and capability[0] in (9, 10)
+
+
+def product_widths(dim: int, capability: tuple[int, int]) -> tuple[int, int]:
+    """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
+
+    192 as 128 and 64 takes three quarters of what 256 takes. GPUs that hold operands in registers
+    have too few of them for two products.
+    """
+    width = next_power_of_two(dim)
+    half = width // 2
+    if dim <= 128 or dim > half + half // 2 or not multiplies_by_groups(capability):
+        return width, 0
+    return half, max(16, next_power_of_two(dim - half))
 
 
 def fits_registers(

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .bound_launch import Repeat, launch
+
 ARGUMENT = "PDL"
 """The constant of a kernel that calls ``start_after_previous``."""
 REGISTERS = "REGISTERS"
@@ -46,15 +48,20 @@ class OverlappingKernel:
 
     A limit of registers (``REGISTERS``) reaches the assembler, too; in traces whoever opened
     :func:`overlap_in_traces` sees to it.
+
+    Args:
+        kernel: a Triton kernel whose constants come last. device: it runs there.
+        again: give the launch back as ``bound_launch.launch`` does, in the kernel's order of
+            arguments; None in traces.
     """
 
-    def __init__(self, kernel: Any, device: torch.device) -> None:
-        self._kernel, self._device = kernel, device
+    def __init__(self, kernel: Any, device: torch.device, again: bool = False) -> None:
+        self._kernel, self._device, self._again = kernel, device, again
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         """The kernel on a grid, to be called with its arguments."""
 
-        def launch(*arguments: Any, **named: Any) -> None:
+        def start(*arguments: Any, **named: Any) -> Repeat | None:
             from torch._library.triton import is_wrap_triton_enabled
 
             able = _overlaps(self._device)
@@ -63,15 +70,20 @@ class OverlappingKernel:
                 if REGISTERS in named and not _traced.get():
                     named[REGISTERS] = 0  # nobody passes it on
                 torch.library.wrap_triton(self._kernel)[grid](*arguments, **named)
-                return
+                return None
             named[ARGUMENT] = able
             if able:
                 named["launch_pdl"] = True
             if named.get(REGISTERS) and torch.version.hip is None:
                 named["maxnreg"] = named[REGISTERS]
+            if self._again:
+                names = [name for name in self._kernel.arg_names if name in named]
+                constants = {name: named.pop(name) for name in names}
+                return launch(self._kernel, grid[0], arguments, constants, named)
             self._kernel[grid](*arguments, **named)
+            return None
 
-        return launch
+        return start
 
 
 @lru_cache(maxsize=16)

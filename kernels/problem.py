@@ -245,8 +245,10 @@ def score_constants(scale: float, softcap: float, has_bias: bool) -> dict[str, A
     }
 
 
-def launchable(kernel: Any, tensor: Tensor) -> Any:  # JIT or interpreted
+def launchable(kernel: Any, tensor: Tensor, again: bool = False) -> Any:  # JIT or interpreted
     """The kernel in the form that tracing sees; under Triton's interpreter the kernel itself.
+
+    With ``again`` one that overlaps gives back its launch: see ``OverlappingKernel``.
 
     torch 2.11 refuses to wrap an interpreted kernel, torch 2.13 returns it unchanged.
     """
@@ -260,7 +262,7 @@ def launchable(kernel: Any, tensor: Tensor) -> Any:  # JIT or interpreted
         )
         settle_key(kernel)
         if ARGUMENT in kernel.arg_names:
-            return OverlappingKernel(kernel, tensor.device)
+            return OverlappingKernel(kernel, tensor.device, again)
         return torch.library.wrap_triton(kernel)
     return kernel
 

@@ -84,12 +84,7 @@ def attend_on_hopper(
     config: Sequence[int],
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the Hopper kernel and no gradient: what ``attention_block`` does with a config
-    that has ``hopper`` set, without the way through it.
-
-    Args:
-        mask: arrays of the block mask, with fragments in place of the bitmap.
-    """
+    """Attend by the Hopper kernel, without a gradient, as a config that has ``hopper`` set says."""
     pieces = config[_PIECES] if len(config) > _PIECES else 1
     out, lse = torch.ops.stof.attention_hopper(
         q, k, v, *mask, scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,

@@ -248,10 +248,8 @@ def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
     capability = (9, 4) if target == GFX942 else divmod(target, 10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
-        width, tail = attention_blockwise.product_widths(head_dim, capability)
-        value_width, value_tail = attention_blockwise.product_widths(
-            value_dim or head_dim, capability
-        )
+        width, tail = limits.product_widths(head_dim, capability)
+        value_width, value_tail = limits.product_widths(value_dim or head_dim, capability)
     values |= {"BLOCK_D": width, "TAIL_D": tail, "VALUE_DIM": value_dim or head_dim}
     values |= {"BLOCK_DV": value_width, "TAIL_DV": value_tail}
     if dtype == E4M3:

@@ -32,7 +32,8 @@ from stof_compile.attention.trace_rule import exporting, trace_rule
 from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
-from stof_compile.ops_block import attend_on_hopper, hopper_programs, wants_kernel_gradients
+from stof_compile.ops_block import hopper_programs, wants_kernel_gradients
+from stof_compile.ops_by_hand import attend_without_gradient
 from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_hopper_attention import gradient_fragments
 
@@ -255,11 +256,10 @@ def _attend(
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     by_kernels = wants_kernel_gradients(q, k, v, bias)
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
-    on_hopper = kernel == "block" and hopper_programs(config) > 0
-    # a mode that records what it sees is to meet the operator that has a gradient
-    if on_hopper and not by_kernels and not torch._C._len_torch_dispatch_stack():
-        return attend_on_hopper(q, k, v, arrays, scale, config, return_lse)
     band = [] if block_mask.band is None else block_mask.band.as_ints()
+    if kernel == "block" and not _recorded(q, k, v, bias):
+        rest = (band, list(config), return_lse)
+        return attend_without_gradient(q, k, v, arrays, key_keep, bias, scale, softcap, 0, *rest)
     on_gpu = device == "cuda"
     attend = SPARSE_OPERATORS[kernel] if on_gpu else torch.ops.stof.attention_cpu
     more: list[Any] = [] if on_gpu else [kernel]
@@ -286,6 +286,13 @@ def _attend(
         *more,
     )
     return out, lse
+
+
+def _recorded(*operands: Tensor | None) -> bool:
+    """Whether autograd or a mode records a call, which then has to be one with a gradient."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
 def _block_mask(spec: MaskSpec, q: Tensor, k: Tensor, tile: tuple[int, int]) -> BlockMask:

@@ -90,7 +90,7 @@ def test_configs_fit_the_device(head_dim, dtype, capability):
 
     offered = attention_blockwise.configs(head_dim, dtype, capability)
     assert offered and len(set(offered)) == len(offered)
-    width = sum(attention_blockwise.product_widths(head_dim, capability))
+    width = sum(limits.product_widths(head_dim, capability))
     for config in offered:
         used = limits.shared_memory_bytes(
             config.block_q, config.block_k, width, width, config.num_stages, dtype.itemsize
@@ -114,7 +114,7 @@ def test_configs_fit_the_device(head_dim, dtype, capability):
 )  # fmt: skip
 def test_widths_of_products(dim, widths, monkeypatch):
     pytest.importorskip("triton")
-    from stof_compile.kernels.attention_blockwise import product_widths
+    from stof_compile.kernels.limits import product_widths
 
     whole = sum(widths) if not widths[1] else 2 * widths[0]
     assert product_widths(dim, (9, 0)) == product_widths(dim, (10, 0)) == widths
