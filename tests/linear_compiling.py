@@ -63,7 +63,7 @@ def record_all(module: Any, function: str, *arguments: Any, tma: bool = True) ->
             return launch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "launchable", lambda kernel, tensor: Recorder(kernel))
+        patch.setattr(module, "launchable", lambda kernel, *_: Recorder(kernel))
         if hasattr(module, "describable"):
             patch.setattr(module, "describable", lambda tensor, stride: tma)
         getattr(module, function)(*arguments)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from stof_compile.kernels import limits
 from stof_compile.kernels.reference import attention_reference
 from torch.utils.checkpoint import checkpoint
 
@@ -202,7 +203,7 @@ def test_forced_kernel(kernel: str) -> None:
         )
 
 
-def test_default_kernel() -> None:
+def test_default_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.float16
     assert default_kernel("cpu", 0.1, 100) == "gather"
     assert default_kernel("cpu", 0.5, 100) == "gather"
@@ -212,6 +213,8 @@ def test_default_kernel() -> None:
     assert default_kernel("cuda", 0.3, 100, head_dim=80) == "sdpa"
     assert default_kernel("cuda", 0.5, 100) == "sdpa"
     assert default_kernel("cuda", 0.5, 100, return_lse=True) == "block"
+    monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
+    assert default_kernel("cuda", 1.0, 100, head_dim=128) == "block"
     assert default_kernel("cuda", 1.0, 100, dtype=half) == "block"
     assert default_kernel("cuda", 0.1, 1) == "row"
     assert default_kernel("cuda", 0.9, 1, dtype=half) == "sdpa"

@@ -220,15 +220,12 @@ def _attend(
     if forced == "flex":
         _refuse_flex(q, k, v, bias, return_lse)
     plain = key_keep is None and bias is None and softcap == 0 and scale > 0
+    is_causal = plain and spec.key == _CAUSAL and device == "cuda" and not return_lse
+    if is_causal and _sdpa_is_causal(q, v, forced):
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        return out, q.new_empty(0)
     config = _first_config(q, v, forced, plain)
-    if device == "cuda" and plain and not return_lse and spec.key == _CAUSAL:
-        on_hopper = forced is None and hopper_programs(config) > 0
-        if forced == "sdpa" or (forced is None and sdpa_takes_causal(q.shape[3], on_hopper)):
-            gqa = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=gqa
-            )
-            return out, q.new_empty(0)
     block_mask = _block_mask(spec, q, k, (config[0], config[1]))
     kernel = forced
     if kernel is None:
@@ -286,6 +283,15 @@ def _attend(
         *more,
     )
     return out, lse
+
+
+def _sdpa_is_causal(q: Tensor, v: Tensor, forced: str | None) -> bool:
+    """Whether SDPA's kernels for causal masks are taken where they serve."""
+    if forced is not None:
+        return forced == "sdpa"
+    head_dim = q.shape[3]
+    on_hopper = head_dim <= 64 and hopper_programs(_first_config(q, v, None, True)) > 0
+    return sdpa_takes_causal(head_dim, on_hopper)
 
 
 def _recorded(*operands: Tensor | None) -> bool:

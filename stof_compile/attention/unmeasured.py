@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# Part of the tiles that may be touched before dense attention is the better guess: fp32 on CUDA, by
-# the widest head dim.
-FP32_WINS_BELOW = {64: 0.35, 256: 0.16}
+# Part of the tiles that may be touched before dense attention is the better guess: exact fp32
+# products on CUDA, by the widest head dim.
+EXACT_WINS_BELOW = {64: 0.35, 256: 0.16}
 ROW_WINS_BELOW = 0.6  # a single query on CUDA
 
 
@@ -22,16 +22,34 @@ def default_kernel(
 ) -> str:
     """Return the kernel that is taken: see `sparse_attention`.
 
-    On CUDA by these microseconds of an H200 (torch 2.11, Triton 3.6, CUDA-graph replay; SDPA has
-    the mask as a bool tensor; ``random`` keeps 90 % of all, ``window`` is of 0.42 of the length to
-    either side):
+    On CUDA by these microseconds of an H200 (torch 2.11, Triton 3.6, CUDA-graph replay), block-wise
+    at its first config / SDPA with the mask as a bool tensor. Windows reach as far to either side
+    as the touched tiles say; ``random`` keeps 90 % of all pairs:
 
-        batch, heads, length, head dim   mask, tiles touched   fp16: block, SDPA   fp32: block, SDPA
+        batch x heads x length x head dim   mask     touched   fp16         fp32
+        8 x 12 x 512 x 64                   window   0.29                   183 / 238
+                                            window   0.81      24 / 42      453 / 239
+                                            random   1.00      31 / 43      583 / 240
+        4 x 12 x 2048 x 64                  window   0.19                   898 / 1768
+                                            window   0.38                   1757 / 1768
+                                            window   0.70      107 / 223    3147 / 1771
+                                            random   1.00      209 / 222    4583 / 1774
+        2 x 16 x 2048 x 128                 window   0.08                   810 / 1807
+                                            window   0.19                   2011 / 1804
+                                            window   0.70      129 / 225    7072 / 1825
+                                            random   1.00      254 / 222    10130 / 1832
+        2 x 12 x 2048 x 80                  window   0.70      104 / 176    5451 / 1236
+                                            random   1.00      196 / 177    7615 / 1241
+        4 x 16 x 512 x 256                  window   0.81      76 / 93      1941 / 431
+                                            random   1.00      99 / 92      2624 / 434
+
+    bf16 is as fp16. Where fp32 products may be TF32, the block-wise kernel takes 704, 1071 and 833
+    for the three masks of 2,048 tokens that touch every tile, SDPA as long as before.
 
     Args:
         device_type: "cuda" or "cpu". tile_density: touched / all tiles of the mask.
         q_len: queries; a single one on CUDA takes the row-wise kernel.
-        dtype: of q, k and v. head_dim: of q and k. softcap, return_lse: what SDPA has not.
+        dtype: of q, k and v. head_dim: the widest. softcap, return_lse: what SDPA has not.
     """
     if device_type == "cpu":
         from stof_compile.kernels.attention_cpu import preferred_cpu_kernel
@@ -39,16 +57,20 @@ def default_kernel(
         return preferred_cpu_kernel(dtype, tile_density, softcap=softcap, return_lse=return_lse)
     kernel, limit = ("row", ROW_WINS_BELOW) if q_len == 1 else ("block", 1.0)
     if kernel == "block" and dtype == torch.float32:
-        limit = next((part for width, part in FP32_WINS_BELOW.items() if head_dim <= width), 0.0)
-    needed = softcap > 0 or return_lse
-    return kernel if needed or tile_density <= limit else "sdpa"
+        from stof_compile.kernels.limits import tf32_allowed
+
+        parts = (part for width, part in EXACT_WINS_BELOW.items() if head_dim <= width)
+        limit = 1.0 if tf32_allowed() else next(parts, 0.0)
+    return kernel if softcap > 0 or return_lse or tile_density <= limit else "sdpa"
 
 
 def sdpa_takes_causal(head_dim: int, on_hopper: bool) -> bool:
-    """Whether a mask that is causal and nothing else is left to SDPA, which has kernels for it, on
-    CUDA.
+    """Whether a mask that is causal and nothing else is left to SDPA on CUDA, which has kernels for
+    it that the host launches in a fraction of the time.
 
-    Microseconds of an H200 as above, fp16, block and SDPA:
+    Microseconds of an H200 as above, fp16, block-wise / SDPA: 19 / 21 at 8 x 12 x 512 x 64, 85 / 79
+    at 4 x 12 x 2048 x 64, 87 / 69 at head dim 80, 104 / 86 at 128 and 61 / 36 at 256; by the Hopper
+    kernel 944 / 1024 at 16 x 12 x 4096 x 64.
 
     Args:
         head_dim: of q and k. on_hopper: the block-wise kernel would be the one for Hopper.

@@ -145,7 +145,7 @@ def test_the_kernel_gets_tensors_and_no_views_of_parts(monkeypatch):
     launched = []
     monkeypatch.setattr(
         attention_blockwise, "launchable",
-        lambda kernel, q: {(6,): lambda *given, **constants: launched.append(given)},
+        lambda kernel, *_: {(6,): lambda *given, **constants: launched.append(given)},
     )  # fmt: skip
     q = torch.randn(1, 2, 140, 24, dtype=torch.float16)
     stored = masks.build_block_mask(masks.causal(), 140, 140, 64)
