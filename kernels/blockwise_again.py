@@ -45,10 +45,13 @@ def attention_block_again(
     asked = (*map(layout, tensors), len(band), *numbers, *config, return_lse)
     known = _known.get(asked)
     if known is None or not known.repeat.here:
-        return attention_block_forward(
-            q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse,
-            launched=partial(_remember, asked, (q, k, v, key_keep, bias)),
-        )  # fmt: skip
+        from torch._library.triton import set_wrap_triton_enabled
+
+        with set_wrap_triton_enabled(False):  # no trace meets these launches
+            return attention_block_forward(
+                q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse,
+                launched=partial(_remember, asked, (q, k, v, key_keep, bias)),
+            )  # fmt: skip
     arrays = TileMask(*mask)
     out, lse = empty_result(q, known.value_dim, return_lse)
     nothing = arrays.row_ptr  # in the place of what there is none of

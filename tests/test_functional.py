@@ -216,6 +216,7 @@ def test_default_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
     assert default_kernel("cuda", 1.0, 100, head_dim=128) == "block"
     assert default_kernel("cuda", 1.0, 100, dtype=half) == "block"
+    assert default_kernel("cuda", 0.0, 100, dtype=torch.float64) == "sdpa"
     assert default_kernel("cuda", 0.1, 1) == "row"
     assert default_kernel("cuda", 0.9, 1, dtype=half) == "sdpa"
     assert default_kernel("cpu", 0.9, 100) == "sdpa"

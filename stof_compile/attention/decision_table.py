@@ -8,14 +8,13 @@ import torch
 
 from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.problem import AttentionProblem
-from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
+from stof_compile.attention.unmeasured import TRITON_DTYPES, default_kernel, sdpa_takes_causal
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.ops_block import hopper_programs
 
 if TYPE_CHECKING:
     from stof_compile.kernels.attention_cpu import CpuKernel
 
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
 TILE, NARROW_TILE = (64, 64), (64, 32)
 # Shares of the scores in the kept tiles of TILE: narrow tiles are worth timing where theirs have at

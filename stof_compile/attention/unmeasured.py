@@ -8,6 +8,7 @@ import torch
 # products on CUDA, by the widest head dim.
 EXACT_WINS_BELOW = {64: 0.35, 256: 0.16}
 ROW_WINS_BELOW = 0.6  # a single query on CUDA
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the sparse kernels on CUDA
 
 
 def default_kernel(
@@ -44,7 +45,8 @@ def default_kernel(
                                             random   1.00      99 / 92      2624 / 434
 
     bf16 is as fp16. Where fp32 products may be TF32, the block-wise kernel takes 704, 1071 and 833
-    for the three masks of 2,048 tokens that touch every tile, SDPA as long as before.
+    for the three masks of 2,048 tokens that touch every tile, SDPA as long as before. No sparse
+    kernel takes fp64.
 
     Args:
         device_type: "cuda" or "cpu". tile_density: touched / all tiles of the mask.
@@ -61,6 +63,8 @@ def default_kernel(
 
         parts = (part for width, part in EXACT_WINS_BELOW.items() if head_dim <= width)
         limit = 1.0 if tf32_allowed() else next(parts, 0.0)
+    if dtype not in TRITON_DTYPES:
+        limit = -1.0
     return kernel if softcap > 0 or return_lse or tile_density <= limit else "sdpa"
 
 
