@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .bound_launch import Repeat, launch
+from . import bound_launch
+from .bound_launch import Repeat
 
 ARGUMENT = "PDL"
 """The constant of a kernel that calls ``start_after_previous``."""
@@ -79,7 +80,7 @@ class OverlappingKernel:
             if self._again:
                 names = [name for name in self._kernel.arg_names if name in named]
                 constants = {name: named.pop(name) for name in names}
-                return launch(self._kernel, grid[0], arguments, constants, named)
+                return bound_launch.launch(self._kernel, grid[0], arguments, constants, named)
             self._kernel[grid](*arguments, **named)
             return None
 

@@ -24,6 +24,20 @@ def _block(case, config=None):
     attention_cases.check(on_gpu(attention_block_forward), config, case)
 
 
+def _again(case):
+    import attention_cases
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+    from stof_compile.kernels.blockwise_again import attention_block_again
+
+    def thrice(*given, **named):
+        for _ in range(2):
+            attention_block_again(*given, **named)
+        return attention_block_again(*given, **named)  # on a GPU a launch that is known
+
+    case = attention_cases.Case(**{"dtype": torch.float16, **case})
+    attention_cases.check(on_gpu(thrice), BlockConfig(*case.block, 4, 2), case)
+
+
 def _lazy(rule, block_k, loops, registers):
     import test_hopper
     from close import assert_close
@@ -217,6 +231,10 @@ def _cases():
         "strided": {"k_len": 33, "batch": 2, "strided": True},
         "decode": {"q_len": 1, "heads": 4, "group": 2, **band},
         "fp32": FEATURES | single,
+    })  # fmt: skip
+    yield from forms("block-again", "blockwise_again", _again, {
+        "plain": RAGGED | longformer | band,
+        "features": RAGGED | FEATURES,
     })  # fmt: skip
     yield from forms("lazy-block", "attention_blockwise", _lazy, {
         "narrow": ("bigbird", 32, 5, 88),
