@@ -316,7 +316,7 @@ def attention_block_forward(
         held = new_pieces(q, per_head, heavy_rows, how.pieces, how.block_q, width)
         programs += heavy_rows * (how.pieces - 1)
     with on_device(q):
-        kernel = launchable(attention_block_kernel, q, launched is not None)
+        kernel = launchable(attention_block_kernel, q, launched is not None and not split)
         repeat = kernel[(programs * per_head,)](
             p.q, *vec_strides[0],
             p.k, *vec_strides[1],

@@ -5,7 +5,7 @@ In compiled code Inductor launches the kernel itself.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -14,15 +14,7 @@ from .bound_launch import Repeat, layout
 from .memo import remember
 from .problem import AttentionProblem, TileMask, empty_result
 
-
-class _Known(NamedTuple):
-    """A launch that was checked and has run."""
-
-    repeat: Repeat
-    value_dim: int
-
-
-_known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
+_known: dict[tuple[Any, ...], Repeat] = {}  # by all that was checked: layouts, numbers, device
 
 
 def attention_block_again(
@@ -43,8 +35,8 @@ def attention_block_again(
     tensors = (q, k, v, *mask, key_keep, bias)
     numbers = (scale, softcap, q_offset, *band)
     asked = (*map(layout, tensors), len(band), *numbers, *config, return_lse)
-    known = _known.get(asked)
-    if known is None or not known.repeat.here:
+    repeat = _known.get(asked)
+    if repeat is None or not repeat.here:
         from torch._library.triton import set_wrap_triton_enabled
 
         with set_wrap_triton_enabled(False):  # no trace meets these launches
@@ -53,9 +45,9 @@ def attention_block_again(
                 launched=partial(_remember, asked, (q, k, v, key_keep, bias)),
             )  # fmt: skip
     arrays = TileMask(*mask)
-    out, lse = empty_result(q, known.value_dim, return_lse)
+    out, lse = empty_result(q, v.shape[3], return_lse)
     nothing = arrays.row_ptr  # in the place of what there is none of
-    known.repeat(
+    repeat(
         q, k, v, nothing, nothing, nothing, out, lse,
         arrays.plane_map, arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id,
         arrays.bitmap, arrays.row_order,
@@ -74,4 +66,4 @@ def _remember(
     taken = (problem.q, problem.k, problem.v, problem.key_keep, problem.bias)
     addresses = [[0 if t is None else t.data_ptr() for t in held] for held in (given, taken)]
     if addresses[0] == addresses[1]:  # no copies
-        remember(_known, asked, _Known(repeat, problem.value_dim))
+        remember(_known, asked, repeat)

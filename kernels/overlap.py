@@ -53,7 +53,8 @@ class OverlappingKernel:
     Args:
         kernel: a Triton kernel whose constants come last. device: it runs there.
         again: give the launch back as ``bound_launch.launch`` does, in the kernel's order of
-            arguments; None in traces.
+            arguments; None in traces, and on AMD, where a compiled form depends on more than that
+            knows.
     """
 
     def __init__(self, kernel: Any, device: torch.device, again: bool = False) -> None:
@@ -77,7 +78,7 @@ class OverlappingKernel:
                 named["launch_pdl"] = True
             if named.get(REGISTERS) and torch.version.hip is None:
                 named["maxnreg"] = named[REGISTERS]
-            if self._again:
+            if self._again and torch.version.hip is None:
                 names = [name for name in self._kernel.arg_names if name in named]
                 constants = {name: named.pop(name) for name in names}
                 return bound_launch.launch(self._kernel, grid[0], arguments, constants, named)

@@ -18,11 +18,16 @@ in the way of those of the kernel before it. (With all kernels LLaMA with 4,096 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any
+
+from torch._logging._internal import warning_once
+
+logger = logging.getLogger("stof_compile")
 
 SETTING = "triton.enable_pdl"
 EARLY = ""  # neither False nor True, and false
@@ -51,11 +56,18 @@ def early_start_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_every_wait(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of Inductor, without early starts as it writes them itself, which leave waits out:
-    the user or torch's environment may ask for these."""
+    the user or torch's environment may ask for these, and is told."""
     from torch._inductor import config
 
-    asked = settings.get(SETTING, getattr(config.triton, SETTING.rpartition(".")[2], False))
-    return {**settings, SETTING: False} if asked else dict(settings)
+    if not settings.get(SETTING, getattr(config.triton, SETTING.rpartition(".")[2], False)):
+        return dict(settings)
+    warning_once(
+        logger,
+        "Inductor's %s leaves waits out that STOF's kernels rely on: it is off in what STOF "
+        "compiles, where short kernels start early by STOF's own rule unless it is set to False",
+        SETTING,
+    )
+    return {**settings, SETTING: False}
 
 
 @contextmanager

@@ -64,12 +64,10 @@ def attention_block(
     without a band make the bitmap at every call, unless it is given as ``plain_bitmap``. With
     ``BlockMask.gradient_fragments`` they come from the Hopper kernels, which read no bitmap.
     """
-    if hopper_programs(config):
-        if key_keep is not None or bias is not None or softcap != 0:
-            raise ValueError("the Hopper kernel takes no padding, bias or softcap")
-        mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-        return attend_on_hopper(q, k, v, mask, scale, config, return_lse)
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
+    if hopper_programs(config):
+        how = (key_keep, bias, scale, softcap, config, return_lse)
+        return attend_on_hopper(q, k, v, mask, *how)
     return _launcher("stof::attention_block")(
         q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
     )
@@ -80,11 +78,16 @@ def attend_on_hopper(
     k: Tensor,
     v: Tensor,
     mask: Sequence[Tensor],
+    key_keep: Tensor | None,
+    bias: Tensor | None,
     scale: float,
+    softcap: float,
     config: Sequence[int],
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend by the Hopper kernel, without a gradient, as a config that has ``hopper`` set says."""
+    if key_keep is not None or bias is not None or softcap != 0:
+        raise ValueError("the Hopper kernel takes no padding, bias or softcap")
     pieces = config[_PIECES] if len(config) > _PIECES else 1
     out, lse = torch.ops.stof.attention_hopper(
         q, k, v, *mask, scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
@@ -163,14 +166,6 @@ def attention_gather(
     return _launcher("stof::attention_gather")(
         q, k, v, mask, packed, key_keep, bias, scale, softcap, config, return_lse
     )
-
-
-def wants_kernel_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether gradients of a call may come from kernels, for which it keeps its log-sum-exp: some
-    are wanted, on a GPU, and none of the bias."""
-    if not q.is_cuda or not torch.is_grad_enabled():
-        return False
-    return not (bias is not None and bias.requires_grad) and any(t.requires_grad for t in (q, k, v))
 
 
 def multiplies_in_tf32(kernel: str, config: Sequence[int]) -> bool:

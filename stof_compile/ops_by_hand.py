@@ -80,7 +80,8 @@ def attend_without_gradient(
             ``hopper`` set, which takes no padding, bias or softcap.
     """
     if hopper_programs(config):
-        return attend_on_hopper(q, k, v, mask, scale, config, return_lse)
+        how = (key_keep, bias, scale, softcap, config, return_lse)
+        return attend_on_hopper(q, k, v, mask, *how)
     out, lse = torch.ops.stof.attention_block_by_hand(
         q, k, v, *mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
     )

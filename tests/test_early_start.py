@@ -5,6 +5,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
+from stof_compile import early_start
 from stof_compile.early_start import EARLY, SETTING, WAIT, kernels_starting_early, with_early_start
 from stof_compile.inductor import compile_with_settings, config_patches, is_replayed
 from stof_compile.options import StofOptions
@@ -98,11 +99,15 @@ def test_inductor_leaves_no_wait_out(given, everywhere, trains, monkeypatch):
         with config.patch(config_patches or {}):
             written.append(TritonKernel._enable_pdl_codegen())
 
+    told = []
+    monkeypatch.setattr(early_start, "warning_once", lambda *said: told.append(said[2]))
     monkeypatch.setattr(compile_fx, "compile_fx", compiled)
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
     with config.patch({SETTING: everywhere}):  # as torch's environment variable has it
         compile_with_settings(gm, [torch.ones(2)], given, trains)
     assert written == [False]
+    named = SETTING in given and not (given[SETTING] == EARLY and trains)
+    assert told == ([SETTING] if (given[SETTING] if named else everywhere) else [])
 
 
 @pytest.mark.parametrize("trains", [False, True])

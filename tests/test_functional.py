@@ -212,21 +212,36 @@ def test_default_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_kernel("cuda", 0.1, 100) == "block"
     assert default_kernel("cuda", 0.3, 100, head_dim=80) == "sdpa"
     assert default_kernel("cuda", 0.5, 100) == "sdpa"
+    assert default_kernel("cuda", 0.5, 100, grouped=True) == "block"
+    assert default_kernel("cuda", 0.5, 100, dense_bytes=2**28 + 1) == "block"
     assert default_kernel("cuda", 0.5, 100, return_lse=True) == "block"
     monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
     assert default_kernel("cuda", 1.0, 100, head_dim=128) == "block"
     assert default_kernel("cuda", 1.0, 100, dtype=half) == "block"
-    assert default_kernel("cuda", 0.0, 100, dtype=torch.float64) == "sdpa"
+    assert default_kernel("cuda", 0.0, 100, dtype=torch.float64, return_lse=True) == "sdpa"
+    assert default_kernel("cuda", 0.0, 100, dtype=half, head_dim=257) == "sdpa"
     assert default_kernel("cuda", 0.1, 1) == "row"
     assert default_kernel("cuda", 0.9, 1, dtype=half) == "sdpa"
     assert default_kernel("cpu", 0.9, 100) == "sdpa"
     assert default_kernel("cpu", 0.9, 100, softcap=2.0) == "gather"
 
 
-def test_causal_masks_are_left_to_sdpa() -> None:
-    assert sdpa_takes_causal(128, on_hopper=True)
-    assert sdpa_takes_causal(64, on_hopper=False)
-    assert not sdpa_takes_causal(64, on_hopper=True)
+def test_causal_masks_are_left_to_sdpa_where_it_has_a_fused_kernel() -> None:
+    def left(q=(2, 8, 100, 64), k=(2, 8, 100, 64), value_dim=64, dtype=torch.float16, **how):
+        return sdpa_takes_causal(
+            q, k, value_dim, dtype, **{"unit_strides": True, "on_hopper": False} | how
+        )
+
+    wide = (2, 8, 100, 128)
+    assert left() and not left(on_hopper=True)
+    assert left(wide, wide, 128, on_hopper=True)
+    assert not left(unit_strides=False)
+    assert not left(value_dim=32)
+    odd = (2, 8, 100, 60)
+    assert not left(odd, odd, 60)
+    groups = (2, 2, 100, 64)
+    assert left(k=groups) and not left(k=groups, dtype=torch.float32)
+    assert left(k=(2, 8, 50, 64)) and not left(k=(2, 2, 50, 64))
 
 
 @pytest.mark.parametrize("kernel", ["gather", "flex"])

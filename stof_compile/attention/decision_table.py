@@ -8,14 +8,14 @@ import torch
 
 from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.problem import AttentionProblem
-from stof_compile.attention.unmeasured import TRITON_DTYPES, default_kernel, sdpa_takes_causal
+from stof_compile.attention.unmeasured import default_kernel, kernels_take, sdpa_takes_causal
 from stof_compile.errors import StofUnsupportedError
+from stof_compile.masks.dense_tensor import dense_bytes
 from stof_compile.ops_block import hopper_programs
 
 if TYPE_CHECKING:
     from stof_compile.kernels.attention_cpu import CpuKernel
 
-TRITON_MAX_HEAD_DIM = 256
 TILE, NARROW_TILE = (64, 64), (64, 32)
 # Shares of the scores in the kept tiles of TILE: narrow tiles are worth timing where theirs have at
 # most the first, tiles of more rows where theirs have at most the second. Half a tile takes two
@@ -44,9 +44,21 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
         return "sdpa", (), "no mask: the library kernels are the best dense ones"
     if problem.training and not capped:
         return "sdpa", (), "training without measurements stays with SDPA's own backward"
-    if problem.device.type == "cuda" and problem.causal_only and problem.plain:
+    on_gpu = problem.device.type == "cuda"
+    widest = max(problem.head_dim, problem.v.shape[3])
+    if on_gpu and not capped and not kernels_take(problem.q.dtype, widest):
+        return "sdpa", (), f"no sparse kernel takes {problem.describe()}"
+    if on_gpu and problem.causal_only and problem.plain:
         first = plausible_configs(problem, "block")[:1]
-        if sdpa_takes_causal(problem.head_dim, bool(first) and hopper_programs(first[0]) > 0):
+        q, k, v = problem.q, problem.k, problem.v
+        if sdpa_takes_causal(
+            q.shape,
+            k.shape,
+            v.shape[3],
+            q.dtype,
+            unit_strides=all(t.stride[3] == 1 for t in (q, k, v)),
+            on_hopper=bool(first) and hopper_programs(first[0]) > 0,
+        ):
             return "sdpa", (), "SDPA has kernels for a causal mask"
     density = _tile_density(problem)
     kernel = default_kernel(
@@ -54,15 +66,17 @@ def decide(problem: AttentionProblem) -> tuple[str, tuple[int, ...], str]:
         density,
         problem.q_len,
         dtype=problem.q.dtype,
-        head_dim=max(problem.head_dim, problem.v.shape[3]),
+        head_dim=widest,
         softcap=problem.softcap,
+        grouped=problem.k.shape[1] != problem.heads,
+        dense_bytes=dense_bytes(problem.block_mask(TILE)) if on_gpu else 0,
     )
     configs = plausible_configs(problem, kernel)
     if configs:
         return kernel, configs[0], f"{density:.0%} of the tiles are touched"
     if capped:
         for other in ("block", "row"):
-            found = plausible_configs(problem, other) if problem.device.type == "cuda" else []
+            found = plausible_configs(problem, other) if on_gpu else []
             if found:
                 return other, found[0], f"no config of {kernel} fits, and SDPA has no softcap"
         raise StofUnsupportedError(f"no kernel takes a softcap at {problem.describe()}")
@@ -113,7 +127,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
 
     widest = max(problem.head_dim, problem.v.shape[3])
-    if problem.q.dtype not in TRITON_DTYPES or widest > TRITON_MAX_HEAD_DIM:
+    if not kernels_take(problem.q.dtype, widest):
         return []
     capability = torch.cuda.get_device_capability(problem.device)
     value_dim = problem.v.shape[3]

@@ -12,10 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from stof_compile import masks
-from stof_compile.attention.decision_table import TRITON_MAX_HEAD_DIM
+from stof_compile.attention.recorded import wants_kernel_gradients
 from stof_compile.attention.rewrite import replace_output
 from stof_compile.attention.site import AttentionSite
-from stof_compile.attention.unmeasured import TRITON_DTYPES
+from stof_compile.attention.unmeasured import TRITON_DTYPES, TRITON_MAX_HEAD_DIM
 from stof_compile.capture import add_buffer
 from stof_compile.errors import StofMaskError
 from stof_compile.masks.computed import Computed
@@ -23,7 +23,6 @@ from stof_compile.masks.spec import MaskSpec
 from stof_compile.masks.split import MaskParts
 from stof_compile.measure import real_tensors
 from stof_compile.node_ops import same_size
-from stof_compile.ops_block import wants_kernel_gradients
 from stof_compile.options import StofOptions
 
 

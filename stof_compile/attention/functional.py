@@ -28,11 +28,18 @@ from stof_compile.attention.operands import (
     check_operands,
     check_tensor_mask,
 )
+from stof_compile.attention.recorded import is_recorded, wants_kernel_gradients
 from stof_compile.attention.trace_rule import exporting, trace_rule
-from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
+from stof_compile.attention.unmeasured import (
+    TRITON_MAX_HEAD_DIM,
+    default_kernel,
+    kernels_take,
+    sdpa_takes_causal,
+)
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
-from stof_compile.ops_block import hopper_programs, wants_kernel_gradients
+from stof_compile.masks.dense_tensor import dense_bytes, dense_mask
+from stof_compile.ops_block import hopper_programs
 from stof_compile.ops_by_hand import attend_without_gradient
 from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_hopper_attention import gradient_fragments
@@ -41,7 +48,7 @@ KERNELS = ("row", "block", "gather", "flex", "sdpa")
 KERNELS_OF = {"cpu": ("gather", "flex", "sdpa"), "cuda": ("block", "row", "gather", "sdpa")}
 
 _CAUSAL = masks.causal().key
-_KEPT_DENSE = 2**24  # bytes of a dense mask that is kept beside its block mask
+_DENSE = masks.dense().key
 
 _OVERRIDE: ContextVar[str | None] = ContextVar("stof_attention_kernel", default=None)
 
@@ -98,9 +105,9 @@ def sparse_attention(
     ``backend="stof"`` treats the call as an attention site. Eagerly the kernel is chosen by the
     dtype and the part of the mask's tiles that are touched: on CUDA block-wise for half types, for
     fp32 up to 35 % (head dims above 64: 16 %); on the CPU gather up to 60 % (half types: 45 %);
-    else SDPA, and for most causal masks on CUDA. `attention_kernel` overrides that. Behind a sparse
-    kernel on CUDA the gradients of q, k and v come from sparse kernels; that of a bias, and any on
-    the CPU, from a formula in strips of query rows.
+    else SDPA, and for most causal masks on CUDA where no gradient is wanted. `attention_kernel`
+    overrides that. Behind a sparse kernel on CUDA the gradients of q, k and v come from sparse
+    kernels; that of a bias, and any on the CPU, from a formula in strips of query rows.
 
     Args:
         q: [batch, heads, q_len, head_dim], any strides.
@@ -163,9 +170,9 @@ def sparse_attention(
     else:
         _refuse_tangents(q, k, v, bias)
         forced = current_override()
-        if mask is None and dense_only and forced in (None, "sdpa"):
-            return _sdpa(q, k, v, None, key_keep, bias, factor)
         spec = masks.dense() if mask is None else as_mask_spec(mask)
+        if spec.key == _DENSE and dense_only and forced in (None, "sdpa"):
+            return _sdpa(q, k, v, None, key_keep, bias, factor)
         if fp8:
             out, lse = attend_fp8(q, k, v, spec, key_keep, bias, factor, softcap, return_lse)
             return (out, lse) if return_lse else out
@@ -220,11 +227,12 @@ def _attend(
     if forced == "flex":
         _refuse_flex(q, k, v, bias, return_lse)
     plain = key_keep is None and bias is None and softcap == 0 and scale > 0
-    is_causal = plain and spec.key == _CAUSAL and device == "cuda" and not return_lse
-    if is_causal and _sdpa_is_causal(q, v, forced):
-        gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        return out, q.new_empty(0)
+    by_kernels = wants_kernel_gradients(q, k, v, bias)
+    is_causal = device == "cuda" and plain and not return_lse and spec.key == _CAUSAL
+    if is_causal and forced is None:
+        is_causal = not by_kernels and _sdpa_is_causal(q, k, v)
+    if is_causal and forced in (None, "sdpa"):
+        return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
     config = _first_config(q, v, forced, plain)
     block_mask = _block_mask(spec, q, k, (config[0], config[1]))
     kernel = forced
@@ -240,21 +248,18 @@ def _attend(
             head_dim=max(q.shape[3], v.shape[3]),
             softcap=softcap,
             return_lse=return_lse,
+            grouped=q.shape[1] != k.shape[1],
+            dense_bytes=dense_bytes(block_mask),
         )
     if kernel == "sdpa" and device == "cuda":
-        if return_lse:
-            raise StofUnsupportedError(
-                "attention_kernel('sdpa'): SDPA returns no log-sum-exp on CUDA"
-            )
-        kept = block_mask.planes * q.shape[2] * k.shape[2] <= _KEPT_DENSE
-        dense = block_mask.dense if kept else block_mask.to_dense()
-        return _sdpa(q, k, v, dense, key_keep, bias, scale), q.new_empty(0)
+        if return_lse or softcap > 0:
+            raise StofUnsupportedError(_no_sdpa(q, v, forced))
+        return _sdpa(q, k, v, dense_mask(block_mask), key_keep, bias, scale), q.new_empty(0)
     if kernel == "block":
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
-    by_kernels = wants_kernel_gradients(q, k, v, bias)
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    if kernel == "block" and not _recorded(q, k, v, bias):
+    if kernel == "block" and not is_recorded(q, k, v, bias):
         rest = (band, list(config), return_lse)
         return attend_without_gradient(q, k, v, arrays, key_keep, bias, scale, softcap, 0, *rest)
     on_gpu = device == "cuda"
@@ -285,20 +290,28 @@ def _attend(
     return out, lse
 
 
-def _sdpa_is_causal(q: Tensor, v: Tensor, forced: str | None) -> bool:
-    """Whether SDPA's kernels for causal masks are taken where they serve."""
+def _sdpa_is_causal(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether SDPA's kernels for causal masks are taken."""
+    narrow = q.shape[3] <= 64 and kernels_take(q.dtype, v.shape[3])
+    return not kernels_take(q.dtype, max(q.shape[3], v.shape[3])) or sdpa_takes_causal(
+        q.shape,
+        k.shape,
+        v.shape[3],
+        q.dtype,
+        unit_strides=all(t.stride(3) == 1 for t in (q, k, v)),
+        on_hopper=narrow and hopper_programs(_first_config(q, v, None, True)) > 0,
+    )
+
+
+def _no_sdpa(q: Tensor, v: Tensor, forced: str | None) -> str:
+    """Why a call with a log-sum-exp or a softcap has no kernel on CUDA."""
     if forced is not None:
-        return forced == "sdpa"
-    head_dim = q.shape[3]
-    on_hopper = head_dim <= 64 and hopper_programs(_first_config(q, v, None, True)) > 0
-    return sdpa_takes_causal(head_dim, on_hopper)
-
-
-def _recorded(*operands: Tensor | None) -> bool:
-    """Whether autograd or a mode records a call, which then has to be one with a gradient."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+        return "attention_kernel('sdpa'): SDPA returns no log-sum-exp on CUDA"
+    return (
+        f"sparse_attention: no sparse kernel on CUDA takes {q.dtype} and head dims of {q.shape[3]} "
+        f"and {v.shape[3]} (fp16, bf16 or fp32, at most {TRITON_MAX_HEAD_DIM}), and SDPA, which "
+        "does, has no log-sum-exp and no softcap; leave those out, or convert"
+    )
 
 
 def _block_mask(spec: MaskSpec, q: Tensor, k: Tensor, tile: tuple[int, int]) -> BlockMask:
@@ -313,7 +326,7 @@ def _first_config(q: Tensor, v: Tensor, forced: str | None, plain: bool) -> tupl
         from stof_compile.kernels.attention_cpu import default_block
 
         return (32, 32) if forced == "flex" else default_block(q.dtype)
-    if forced == "sdpa":
+    if forced == "sdpa" or not (forced or kernels_take(q.dtype, max(q.shape[3], v.shape[3]))):
         return (64, 64)
     kernel = forced or ("row" if q.shape[2] == 1 else "block")
     return first_gpu_config(kernel, q, v.shape[3], plain)
@@ -344,6 +357,7 @@ def _sdpa(
     key_keep: Tensor | None,
     bias: Tensor | None,
     scale: float,
+    is_causal: bool = False,
 ) -> Tensor:
     """SDPA with everything that restricts the keys joined into its one mask."""
     if key_keep is not None:
@@ -355,4 +369,5 @@ def _sdpa(
             bias = bias.expand(q.shape[2], k.shape[2])
         mask = bias if mask is None else torch.where(mask, bias, -float("inf"))
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    how: dict[str, Any] = {"is_causal": True} if is_causal else {"attn_mask": mask}
+    return F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=gqa)

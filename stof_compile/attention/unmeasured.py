@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-# Part of the tiles that may be touched before dense attention is the better guess: exact fp32
-# products on CUDA, by the widest head dim.
-EXACT_WINS_BELOW = {64: 0.35, 256: 0.16}
-ROW_WINS_BELOW = 0.6  # a single query on CUDA
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the sparse kernels on CUDA
+TRITON_MAX_HEAD_DIM = 256
+# Part of the tiles that may be touched before dense attention is the better guess: exact fp32
+# products on CUDA, by the widest head dim; the same where heads share keys, which no fused kernel
+# of SDPA takes in fp32; and a single query on CUDA.
+EXACT_WINS_BELOW = {64: 0.35, TRITON_MAX_HEAD_DIM: 0.16}
+GROUPED_WINS_BELOW = ROW_WINS_BELOW = 0.6
+MOST_DENSE = 2**28  # bytes of a dense mask that SDPA is given on CUDA, where a kernel serves
 
 
 def default_kernel(
@@ -20,6 +25,8 @@ def default_kernel(
     head_dim: int = 64,
     softcap: float = 0.0,
     return_lse: bool = False,
+    grouped: bool = False,
+    dense_bytes: int = 0,
 ) -> str:
     """Return the kernel that is taken: see `sparse_attention`.
 
@@ -45,38 +52,61 @@ def default_kernel(
                                             random   1.00      99 / 92      2624 / 434
 
     bf16 is as fp16. Where fp32 products may be TF32, the block-wise kernel takes 704, 1071 and 833
-    for the three masks of 2,048 tokens that touch every tile, SDPA as long as before. No sparse
-    kernel takes fp64.
+    for the three masks of 2,048 tokens that touch every tile, SDPA as long as before.
 
     Args:
         device_type: "cuda" or "cpu". tile_density: touched / all tiles of the mask.
         q_len: queries; a single one on CUDA takes the row-wise kernel.
         dtype: of q, k and v. head_dim: the widest. softcap, return_lse: what SDPA has not.
+        grouped: heads share keys. dense_bytes: of the mask as a bool tensor.
+
+    Returns:
+        On CUDA "sdpa" for all that no sparse kernel takes, also with a softcap or a log-sum-exp.
     """
     if device_type == "cpu":
         from stof_compile.kernels.attention_cpu import preferred_cpu_kernel
 
         return preferred_cpu_kernel(dtype, tile_density, softcap=softcap, return_lse=return_lse)
+    if not kernels_take(dtype, head_dim):
+        return "sdpa"
     kernel, limit = ("row", ROW_WINS_BELOW) if q_len == 1 else ("block", 1.0)
     if kernel == "block" and dtype == torch.float32:
         from stof_compile.kernels.limits import tf32_allowed
 
         parts = (part for width, part in EXACT_WINS_BELOW.items() if head_dim <= width)
-        limit = 1.0 if tf32_allowed() else next(parts, 0.0)
-    if dtype not in TRITON_DTYPES:
-        limit = -1.0
-    return kernel if softcap > 0 or return_lse or tile_density <= limit else "sdpa"
+        limit = 1.0 if tf32_allowed() else GROUPED_WINS_BELOW if grouped else next(parts)
+    needed = softcap > 0 or return_lse or dense_bytes > MOST_DENSE
+    return kernel if needed or tile_density <= limit else "sdpa"
 
 
-def sdpa_takes_causal(head_dim: int, on_hopper: bool) -> bool:
-    """Whether a mask that is causal and nothing else is left to SDPA on CUDA, which has kernels for
-    it that the host launches in a fraction of the time.
+def kernels_take(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the sparse kernels on CUDA take a dtype and a (widest) head dim."""
+    return dtype in TRITON_DTYPES and head_dim <= TRITON_MAX_HEAD_DIM
+
+
+def sdpa_takes_causal(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    unit_strides: bool,
+    on_hopper: bool,
+) -> bool:
+    """Whether a mask that is causal and nothing else is left to SDPA on CUDA where no gradient is
+    wanted: where that has a fused kernel for it, which the host launches in a fraction of the time.
 
     Microseconds of an H200 as above, fp16, block-wise / SDPA: 19 / 21 at 8 x 12 x 512 x 64, 85 / 79
     at 4 x 12 x 2048 x 64, 87 / 69 at head dim 80, 104 / 86 at 128 and 61 / 36 at 256; by the Hopper
-    kernel 944 / 1024 at 16 x 12 x 4096 x 64.
+    kernel 944 / 1024 at 16 x 12 x 4096 x 64. fp32: 365 / 161 and 2486 / 920 for the first two.
 
     Args:
-        head_dim: of q and k. on_hopper: the block-wise kernel would be the one for Hopper.
+        q_shape: [batch, heads, q_len, head_dim]. k_shape: [batch, kv_heads, k_len, head_dim].
+        value_dim: of v. dtype: of q, k and v. unit_strides: their last strides are 1.
+        on_hopper: the block-wise kernel would be the one for Hopper.
     """
-    return head_dim > 64 or not on_hopper
+    _, heads, q_len, head_dim = q_shape
+    fused = unit_strides and head_dim == value_dim and head_dim % 8 == 0
+    if heads != k_shape[1]:
+        fused = fused and dtype != torch.float32 and q_len == k_shape[2]
+    return fused and (head_dim > 64 or not on_hopper)

@@ -7,10 +7,36 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 
 if TYPE_CHECKING:
     from stof_compile.masks.block_mask import BlockMask
+
+MOST_KEPT = 2**24  # bytes of a dense mask that is kept beside its block mask
+
+
+def dense_bytes(mask: BlockMask) -> int:
+    """Of the mask as a bool tensor, in which equal planes stand apart."""
+    return mask.plane_map.numel() * mask.q_len * mask.k_len
+
+
+def dense_mask(mask: BlockMask) -> Tensor:
+    """The mask as a bool tensor for a call that reads it now: kept, up to ``MOST_KEPT`` bytes.
+
+    Raises:
+        StofMaskError: the current CUDA stream is being captured, and the tensor is not there.
+    """
+    size = dense_bytes(mask)
+    if size <= MOST_KEPT:
+        return mask.dense
+    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StofMaskError(
+            f"SDPA needs the mask as a bool tensor here, and one of {size / 2**20:.0f} MiB is made "
+            f"at each call (up to {MOST_KEPT / 2**20:.0f} MiB are kept), for which the host waits; "
+            "a CUDA stream that is being captured cannot: take attention_kernel('block')"
+        )
+    return mask.to_dense()
 
 
 def dense_tensor(mask: BlockMask) -> Tensor:

@@ -1,15 +1,23 @@
 """Attention that nothing was measured for: by hand on a GPU, and what the decision table says."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from stof_compile.kernels.reference import attention_reference
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from stof_compile import attention_kernel, masks, sparse_attention
-from stof_compile.attention import decision_table, functional
+from stof_compile.attention import decision_table, functional, unmeasured
 from stof_compile.attention.decision_table import decide
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
-from stof_compile.masks import BlockMask, build_block_mask
+from stof_compile.attention.recorded import is_recorded
+from stof_compile.errors import StofMaskError, StofUnsupportedError
+from stof_compile.masks import BlockMask, build_block_mask, dense_tensor
+from stof_compile.ops_block import hopper_programs
 from tests.close import assert_close
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -53,7 +61,171 @@ def test_table(table_on_hopper, rule, facts, kernel):
     assert decide(problem(rule, **facts))[0] == kernel
 
 
+def test_table_takes_the_sparse_kernel_where_sdpa_would_need_too_much(table_on_hopper):
+    rule = masks.sliding_window(1000)
+    facts = {"dtype": SINGLE, "length": 4096}
+    assert decide(problem(rule, **facts))[0] == "sdpa"
+    long = replace(problem(rule, **facts), q_offset=0)
+    assert unmeasured.MOST_DENSE == 2**28
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unmeasured, "MOST_DENSE", 4096 * 4096 - 1)
+        assert decide(long)[0] == "block"
+
+
+def test_table_looks_at_the_values_too(table_on_hopper):
+    narrow = problem(masks.sliding_window(4), 64, 1024, SINGLE)
+    wide = replace(narrow, v=problem(masks.causal(), 512, 1024, SINGLE).v)
+    assert decide(narrow)[0] == "block"
+    assert decide(wide)[0] == "sdpa" and "no sparse kernel" in decide(wide)[2]
+
+
 # -- by hand --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def route(monkeypatch):
+    """``route(rule, ...)``: what an eager call on a Hopper GPU runs; nothing does here."""
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(functional, "is_recorded", lambda *operands: False)
+    taken = []
+
+    def on_cpu(spec, q, k, tile):
+        return build_block_mask(spec, q.shape[2], k.shape[2], tile)
+
+    def sdpa(q, k, v, attn_mask=None, is_causal=False, **how):
+        taken.append("causal" if is_causal else "dense" if attn_mask is None else "masked")
+        return q.new_empty((*q.shape[:3], v.shape[3]))
+
+    def sparse(q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, lse):
+        taken.append("hopper" if hopper_programs(config) else "block")
+        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(0)
+
+    monkeypatch.setattr(functional, "_block_mask", on_cpu)
+    monkeypatch.setattr(functional.F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(functional, "attend_without_gradient", sparse)
+
+    def ask(
+        rule, head_dim=64, dtype=HALF, heads=(4, 4), lengths=(300, 300), value_dim=None,
+        strided=False, batch=2, **how,
+    ):  # fmt: skip
+        taken.clear()
+        with FakeTensorMode():
+            make = partial(torch.empty, device="cuda:0", dtype=dtype)
+            q = make(batch, heads[0], lengths[0], head_dim)
+            k = make(batch, heads[1], lengths[1], head_dim)
+            v = make(batch, heads[1], lengths[1], value_dim or head_dim)
+            if strided:
+                q = make(batch, heads[0], head_dim, lengths[0]).transpose(2, 3)
+        sparse_attention(q, k, v, rule, enable_gqa=heads[0] != heads[1], **how)
+        (one,) = taken
+        return one
+
+    return ask
+
+
+DOUBLE = torch.float64
+WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts", "taken"),
+    [
+        (None, {}, "dense"),
+        (masks.dense(), {}, "dense"),
+        (masks.dense(), {"softcap": 2.0}, "block"),
+        (masks.causal(), {}, "causal"),
+        (masks.causal(), {"dtype": SINGLE}, "causal"),
+        (masks.causal(), {"head_dim": 128}, "causal"),
+        (masks.causal(), {"lengths": (100, 300)}, "causal"),
+        (masks.causal(), {"heads": (4, 2)}, "causal"),
+        (masks.causal(), {"batch": 256, "lengths": (128, 128)}, "hopper"),
+        # no fused kernel of SDPA takes these
+        (masks.causal(), {"heads": (4, 2), "dtype": SINGLE}, "block"),
+        (masks.causal(), {"heads": (4, 2), "lengths": (100, 300)}, "block"),
+        (masks.causal(), {"strided": True}, "block"),
+        (masks.causal(), {"value_dim": 32}, "block"),
+        (masks.causal(), {"head_dim": 60}, "block"),
+        # these need more than a mask
+        (masks.causal(), {"scale": -1.0}, "block"),
+        (masks.causal(), {"softcap": 2.0}, "block"),
+        (masks.causal(), {"return_lse": True}, "block"),
+        (masks.causal(lower_right=True), {}, "block"),
+        # the dtype and the head dim decide
+        (WIDE, {}, "block"),
+        (WIDE, {"head_dim": 128}, "block"),
+        (WIDE, {"dtype": SINGLE}, "masked"),
+        (WIDE, {"dtype": SINGLE, "return_lse": True}, "block"),
+        (WIDE, {"dtype": SINGLE, "heads": (4, 2)}, "masked"),
+        (NARROW_WINDOW, {"dtype": SINGLE}, "block"),
+        (NARROW_WINDOW, {"dtype": SINGLE, "head_dim": 128}, "masked"),
+        (masks.sliding_window(70), {"dtype": SINGLE, "heads": (4, 2)}, "block"),
+        # no sparse kernel takes these
+        (NARROW_WINDOW, {"dtype": DOUBLE}, "masked"),
+        (NARROW_WINDOW, {"head_dim": 320}, "masked"),
+        (NARROW_WINDOW, {"value_dim": 320}, "masked"),
+        (NARROW_WINDOW, {"dtype": SINGLE, "head_dim": 512}, "masked"),
+        (masks.causal(), {"dtype": DOUBLE}, "causal"),
+        (masks.causal(), {"head_dim": 320}, "causal"),
+    ],
+    ids=str,
+)
+def test_route(route, rule, facts, taken):
+    assert route(rule, **facts) == taken
+
+
+@pytest.mark.parametrize("more", [{"return_lse": True}, {"softcap": 2.0}], ids=str)
+def test_what_no_kernel_takes_is_refused_in_words(route, more):
+    for facts in ({"dtype": DOUBLE}, {"head_dim": 320}):
+        with pytest.raises(StofUnsupportedError, match="no sparse kernel on CUDA takes"):
+            route(NARROW_WINDOW, **facts, **more)
+
+
+def test_calls_that_are_trained_stay_with_the_kernels(route, monkeypatch):
+    monkeypatch.setattr(functional, "wants_kernel_gradients", lambda *operands: True)
+    monkeypatch.setattr(functional, "gradient_fragments", lambda *facts: None)
+    assert route(masks.causal(), head_dim=128) == "block"
+
+
+def test_a_large_dense_mask_is_not_made_in_a_capture(route, monkeypatch):
+    monkeypatch.setattr(dense_tensor, "MOST_KEPT", 300 * 300 - 1)
+    assert route(WIDE, dtype=SINGLE) == "masked"
+    monkeypatch.setattr(BlockMask, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    mask = build_block_mask(WIDE, 300, 300, 64)
+    with pytest.raises(StofMaskError, match="attention_kernel"):
+        dense_tensor.dense_mask(mask)
+
+
+def test_equal_planes_count_as_what_they_become():
+    mask = build_block_mask(masks.causal(), 100, 100, 64, batch=3, heads=2)
+    assert dense_tensor.dense_bytes(mask) == mask.to_dense().numel()
+    keep = torch.ones(3, 2, 100, 100, dtype=torch.bool)
+    mask = build_block_mask(masks.from_tensor(keep), 100, 100, 64, batch=3, heads=2)
+    assert mask.planes == 1 and dense_tensor.dense_bytes(mask) == mask.to_dense().numel() == 60000
+
+
+def test_what_records_a_call():
+    x = torch.ones(2)
+    assert not is_recorded(x, None)
+    assert is_recorded(x, torch.ones(2, requires_grad=True))
+    with torch.no_grad():
+        assert not is_recorded(torch.ones(2, requires_grad=True))
+    seen = []
+
+    def ask(x):
+        seen.append(is_recorded(x))
+        return x + 1
+
+    for trace in (
+        make_fx(ask),
+        make_fx(ask, pre_dispatch=True),
+        make_fx(ask, tracing_mode="fake"),
+        lambda x: torch.jit.trace(ask, (x,), check_trace=False),
+    ):
+        trace(x)
+    assert len(seen) >= 4 and all(seen)
 
 
 @pytest.fixture
@@ -89,7 +261,8 @@ def expected(q, k, v, rule, scale=None):
 def test_gpu_causal_masks_are_left_to_sdpa(sdpa_calls, head_dim, lengths, kv_heads):
     q, k, v = operands(*lengths, head_dim, kv_heads=kv_heads)
     out = sparse_attention(q, k, v, masks.causal(), scale=0.2, enable_gqa=kv_heads != 4)
-    assert [call.get("is_causal") for call in sdpa_calls] == [True]
+    left = kv_heads == 4 or lengths[0] == lengths[1]  # else SDPA has no fused kernel
+    assert [call.get("is_causal") for call in sdpa_calls] == [True] * left
     assert_close(out, expected(q, k, v, masks.causal(), 0.2), HALF)
 
 
@@ -128,7 +301,7 @@ def test_gpu_a_dense_mask_of_fp32_is_made_once(sdpa_calls, monkeypatch):
     q.copy_(torch.randn_like(q))
     graph.replay()
     assert_close(out, expected(q, k, v, rule), SINGLE)
-    monkeypatch.setattr(functional, "_KEPT_DENSE", 300 * 300 - 1)
+    monkeypatch.setattr(dense_tensor, "MOST_KEPT", 300 * 300 - 1)
     sparse_attention(q, k, v, rule)
     assert len(made) == 4  # twice for what was expected
 

@@ -12,6 +12,7 @@ from torch._library.triton import is_wrap_triton_enabled
 from stof_compile import masks, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import build_block_mask
+from stof_compile.ops_by_hand import attend_without_gradient
 
 HALF = torch.float16
 
@@ -21,14 +22,18 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(blockwise_again, "_known", {})
 
 
-def problem(length=100, rule=None, device="cpu", dtype=torch.float32, config=None, heads=2):
+def problem(
+    length=100, rule=None, device="cpu", dtype=torch.float32, config=None, heads=2, k_len=None
+):
     """Arguments of ``attention_block_again`` by name, and the block mask."""
     config = BlockConfig(32, 32, num_stages=2) if config is None else config
     rule = masks.longformer(9, 5) if rule is None else rule
     tile = config.block_q, config.block_k
-    mask = build_block_mask(rule, length, length, tile, device=device)
+    k_len = length if k_len is None else k_len
+    mask = build_block_mask(rule, length, k_len, tile, heads=heads, device=device)
     config = list(honest_config(mask, config, 2 * heads))
-    q, k, v = torch.randn(3, 2, heads, length, 32, device=device, dtype=dtype).unbind()
+    q = torch.randn(2, heads, length, 32, device=device, dtype=dtype)
+    k, v = torch.randn(2, 2, heads, k_len, 32, device=device, dtype=dtype).unbind()
     given = {
         "q": q,
         "k": k,
@@ -93,10 +98,25 @@ def test_what_differs_is_another_launch(recorder):
     given, _ = problem()
     attention_block_again(**given)
     assert len(blockwise_again._known) == 1
-    q = given["q"]
-    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def turned(tensor):
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def shifted(tensor):  # by an address that is no multiple of 16
+        return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    keys = problem(100, masks.sliding_window(4), k_len=64)[0]
+    planes = problem(100, masks.per_head([masks.causal(), masks.sliding_window(4)]))[0]["mask"]
+    other = problem(100, masks.sliding_window(4))[0]["mask"]
+    assert [a.shape for a in other] != [a.shape for a in given["mask"]]
     for change in (
-        {"q": turned},
+        *({name: turned(given[name])} for name in "qkv"),
+        *({name: shifted(given[name])} for name in "qkv"),
+        {name: given[name].half() for name in "qkv"},
+        {name: keys[name] for name in ("k", "v", "mask")},
+        {"v": torch.randn(2, 2, 100, 16)},
+        {"mask": planes},
+        {"mask": other},
         {"scale": 0.3},
         {"softcap": 2.0},
         {"q_offset": 3},
@@ -111,6 +131,30 @@ def test_what_differs_is_another_launch(recorder):
         assert len(blockwise_again._known) == before + 1, change
     attention_block_again(**given)
     assert len(blockwise_again._known) == before + 1
+
+
+def test_on_another_device_the_launch_is_made_anew(recorder, monkeypatch):
+    given, _ = problem()
+    attention_block_again(**given)
+    monkeypatch.setattr(Recorder, "here", False)
+    checked = []
+    monkeypatch.setattr(
+        blockwise_again, "attention_block_forward", lambda *a, **how: checked.append(a)
+    )
+    attention_block_again(**given)
+    assert len(checked) == 1
+
+
+def test_by_hand_the_hopper_kernel_takes_no_more_than_a_mask():
+    given, _ = problem()
+    given["config"] = list(BlockConfig(hopper=2))
+    for more in (
+        {"key_keep": torch.ones(2, 100, dtype=torch.bool)},
+        {"bias": torch.zeros(1, 1, 1, 100)},
+        {"softcap": 3.0},
+    ):
+        with pytest.raises(ValueError, match="no padding, bias or softcap"):
+            attend_without_gradient(**(given | more))
 
 
 def test_what_is_copied_is_not_remembered(recorder):
