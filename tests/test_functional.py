@@ -212,7 +212,7 @@ def test_default_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_kernel("cuda", 0.1, 100) == "block"
     assert default_kernel("cuda", 0.3, 100, head_dim=80) == "sdpa"
     assert default_kernel("cuda", 0.5, 100) == "sdpa"
-    assert default_kernel("cuda", 0.5, 100, grouped=True) == "block"
+    assert default_kernel("cuda", 1.0, 100, grouped=True) == "block"
     assert default_kernel("cuda", 0.5, 100, dense_bytes=2**28 + 1) == "block"
     assert default_kernel("cuda", 0.5, 100, return_lse=True) == "block"
     monkeypatch.setattr(limits, "tf32_allowed", lambda: True)

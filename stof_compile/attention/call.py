@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
+from stof_compile.masks.dense_tensor import dense_bytes
 from stof_compile.ops_block import hopper_programs, with_heavy_rows
 from stof_compile.ops_fp8 import attend_rounded, round_operands
 from stof_compile.ops_hopper_attention import gradient_fragments
@@ -295,7 +296,7 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
     name = ""
     if problem.spec is not None and not causal:
         block_mask = problem.block_mask((64, 64))
-        size = problem.q_len * problem.k_len * block_mask.planes
+        size = dense_bytes(block_mask)
         if size > DENSE_MASK_LIMIT:
             raise StofUnsupportedError(
                 f"the dense mask SDPA needs would take {size / 2**30:.1f} GiB"

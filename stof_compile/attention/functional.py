@@ -230,7 +230,8 @@ def _attend(
     by_kernels = wants_kernel_gradients(q, k, v, bias)
     is_causal = device == "cuda" and plain and not return_lse and spec.key == _CAUSAL
     if is_causal and forced is None:
-        is_causal = not by_kernels and _sdpa_is_causal(q, k, v)
+        served = kernels_take(q.dtype, max(q.shape[3], v.shape[3]))
+        is_causal = not served or (not by_kernels and _sdpa_is_causal(q, k, v))
     if is_causal and forced in (None, "sdpa"):
         return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
     config = _first_config(q, v, forced, plain)
@@ -292,8 +293,8 @@ def _attend(
 
 def _sdpa_is_causal(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether SDPA's kernels for causal masks are taken."""
-    narrow = q.shape[3] <= 64 and kernels_take(q.dtype, v.shape[3])
-    return not kernels_take(q.dtype, max(q.shape[3], v.shape[3])) or sdpa_takes_causal(
+    narrow = q.shape[3] <= 64
+    return sdpa_takes_causal(
         q.shape,
         k.shape,
         v.shape[3],

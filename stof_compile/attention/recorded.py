@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 def is_recorded(*operands: Tensor | None) -> bool:
-    """Whether autograd, a mode or a tracer of torch records an eager call, which then has to be one
-    of an operator with a gradient."""
+    """Whether autograd, a mode, a tracer or a transform of torch may record an eager call, which
+    then has to be one of an operator with a gradient."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
         return True
     if torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0:
+        return True
+    if torch._C._are_functorch_transforms_active():  # what vmap hands over hides requires_grad
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 

@@ -9,10 +9,9 @@ import torch
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the sparse kernels on CUDA
 TRITON_MAX_HEAD_DIM = 256
 # Part of the tiles that may be touched before dense attention is the better guess: exact fp32
-# products on CUDA, by the widest head dim; the same where heads share keys, which no fused kernel
-# of SDPA takes in fp32; and a single query on CUDA.
+# products on CUDA, by the widest head dim; a single query on CUDA.
 EXACT_WINS_BELOW = {64: 0.35, TRITON_MAX_HEAD_DIM: 0.16}
-GROUPED_WINS_BELOW = ROW_WINS_BELOW = 0.6
+ROW_WINS_BELOW = 0.6
 MOST_DENSE = 2**28  # bytes of a dense mask that SDPA is given on CUDA, where a kernel serves
 
 
@@ -70,13 +69,20 @@ def default_kernel(
     if not kernels_take(dtype, head_dim):
         return "sdpa"
     kernel, limit = ("row", ROW_WINS_BELOW) if q_len == 1 else ("block", 1.0)
-    if kernel == "block" and dtype == torch.float32:
-        from stof_compile.kernels.limits import tf32_allowed
-
-        parts = (part for width, part in EXACT_WINS_BELOW.items() if head_dim <= width)
-        limit = 1.0 if tf32_allowed() else GROUPED_WINS_BELOW if grouped else next(parts)
+    # heads that share keys: no fused kernel of SDPA takes them in fp32, the others hold all scores
+    if kernel == "block" and _is_exact(dtype) and not grouped:
+        limit = next(part for width, part in EXACT_WINS_BELOW.items() if head_dim <= width)
     needed = softcap > 0 or return_lse or dense_bytes > MOST_DENSE
     return kernel if needed or tile_density <= limit else "sdpa"
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    """Whether products are of fp32 numbers, and not of these as TF32."""
+    if dtype != torch.float32:
+        return False
+    from stof_compile.kernels.limits import tf32_allowed
+
+    return not tf32_allowed()
 
 
 def kernels_take(dtype: torch.dtype, head_dim: int) -> bool:
@@ -98,13 +104,16 @@ def sdpa_takes_causal(
 
     Microseconds of an H200 as above, fp16, block-wise / SDPA: 19 / 21 at 8 x 12 x 512 x 64, 85 / 79
     at 4 x 12 x 2048 x 64, 87 / 69 at head dim 80, 104 / 86 at 128 and 61 / 36 at 256; by the Hopper
-    kernel 944 / 1024 at 16 x 12 x 4096 x 64. fp32: 365 / 161 and 2486 / 920 for the first two.
+    kernel 944 / 1024 at 16 x 12 x 4096 x 64. fp32: 365 / 161 and 2486 / 920 for the first two;
+    with TF32, which SDPA does not use, block-wise attention takes 704 for twice the second's tiles.
 
     Args:
         q_shape: [batch, heads, q_len, head_dim]. k_shape: [batch, kv_heads, k_len, head_dim].
         value_dim: of v. dtype: of q, k and v. unit_strides: their last strides are 1.
         on_hopper: the block-wise kernel would be the one for Hopper.
     """
+    if dtype == torch.float32 and not _is_exact(dtype):
+        return False
     _, heads, q_len, head_dim = q_shape
     fused = unit_strides and head_dim == value_dim and head_dim % 8 == 0
     if heads != k_shape[1]:

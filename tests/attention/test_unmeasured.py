@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from stof_compile.kernels import limits
 from stof_compile.kernels.reference import attention_reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -157,7 +158,8 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         (WIDE, {"head_dim": 128}, "block"),
         (WIDE, {"dtype": SINGLE}, "masked"),
         (WIDE, {"dtype": SINGLE, "return_lse": True}, "block"),
-        (WIDE, {"dtype": SINGLE, "heads": (4, 2)}, "masked"),
+        (WIDE, {"dtype": SINGLE, "heads": (4, 2)}, "block"),
+        (WIDE, {"dtype": SINGLE, "softcap": 2.0}, "block"),
         (NARROW_WINDOW, {"dtype": SINGLE}, "block"),
         (NARROW_WINDOW, {"dtype": SINGLE, "head_dim": 128}, "masked"),
         (masks.sliding_window(70), {"dtype": SINGLE, "heads": (4, 2)}, "block"),
@@ -167,7 +169,8 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         (NARROW_WINDOW, {"value_dim": 320}, "masked"),
         (NARROW_WINDOW, {"dtype": SINGLE, "head_dim": 512}, "masked"),
         (masks.causal(), {"dtype": DOUBLE}, "causal"),
-        (masks.causal(), {"head_dim": 320}, "causal"),
+        (masks.causal(), {"head_dim": 321}, "causal"),
+        (masks.causal(), {"dtype": DOUBLE, "strided": True}, "causal"),
     ],
     ids=str,
 )
@@ -206,6 +209,14 @@ def test_calls_that_are_trained_stay_with_the_kernels(route, monkeypatch):
     monkeypatch.setattr(functional, "wants_kernel_gradients", lambda *operands: True)
     monkeypatch.setattr(functional, "gradient_fragments", lambda *facts: None)
     assert route(masks.causal(), head_dim=128) == "block"
+    assert route(masks.causal(), head_dim=320) == "causal"  # where there is one
+
+
+def test_causal_masks_stay_with_tf32(route, monkeypatch):
+    monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
+    assert route(masks.causal(), dtype=SINGLE) == "block"
+    assert route(WIDE, dtype=SINGLE) == "block"
+    assert route(masks.causal()) == "causal"
 
 
 def test_a_large_dense_mask_is_not_made_in_a_capture(route, monkeypatch):
@@ -239,13 +250,15 @@ def test_what_records_a_call():
         return x + 1
 
     for trace in (
+        torch.vmap(ask),
+        torch.func.grad(lambda x: torch.vmap(ask)(x).sum()),
         make_fx(ask),
         make_fx(ask, pre_dispatch=True),
         make_fx(ask, tracing_mode="fake"),
         lambda x: torch.jit.trace(ask, (x,), check_trace=False),
     ):
         trace(x)
-    assert len(seen) >= 4 and all(seen)
+    assert len(seen) >= 6 and all(seen)
 
 
 @pytest.fixture
