@@ -229,11 +229,10 @@ def _attend(
     plain = key_keep is None and bias is None and softcap == 0 and scale > 0
     by_kernels = wants_kernel_gradients(q, k, v, bias)
     is_causal = device == "cuda" and plain and not return_lse and spec.key == _CAUSAL
-    if is_causal and forced is None:
-        served = kernels_take(q.dtype, max(q.shape[3], v.shape[3]))
-        is_causal = not served or (not by_kernels and _sdpa_is_causal(q, k, v))
     if is_causal and forced in (None, "sdpa"):
-        return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
+        served = kernels_take(q.dtype, max(q.shape[3], v.shape[3]))
+        if forced or not served or (not by_kernels and _sdpa_is_causal(q, k, v)):
+            return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
     config = _first_config(q, v, forced, plain)
     block_mask = _block_mask(spec, q, k, (config[0], config[1]))
     kernel = forced
@@ -255,6 +254,8 @@ def _attend(
     if kernel == "sdpa" and device == "cuda":
         if return_lse or softcap > 0:
             raise StofUnsupportedError(_no_sdpa(q, v, forced))
+        if is_causal:
+            return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
         return _sdpa(q, k, v, dense_mask(block_mask), key_keep, bias, scale), q.new_empty(0)
     if kernel == "block":
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])

@@ -150,6 +150,8 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         (masks.causal(), {"head_dim": 60}, "block"),
         # these need more than a mask
         (masks.causal(), {"scale": -1.0}, "block"),
+        (masks.causal(), {"key_keep": torch.ones(2, 300, dtype=torch.bool)}, "block"),
+        (masks.causal(), {"bias": torch.ones(1, 1, 1, 300)}, "block"),
         (masks.causal(), {"softcap": 2.0}, "block"),
         (masks.causal(), {"return_lse": True}, "block"),
         (masks.causal(lower_right=True), {}, "block"),
@@ -210,6 +212,7 @@ def test_calls_that_are_trained_stay_with_the_kernels(route, monkeypatch):
     monkeypatch.setattr(functional, "gradient_fragments", lambda *facts: None)
     assert route(masks.causal(), head_dim=128) == "block"
     assert route(masks.causal(), head_dim=320) == "causal"  # where there is one
+    assert route(masks.causal(), dtype=SINGLE) == "causal"  # and where it serves better
 
 
 def test_causal_masks_stay_with_tf32(route, monkeypatch):
