@@ -5,6 +5,7 @@ through as the launch; it is in no trace, so that the launch can be one that is 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,40 +23,18 @@ _LIBRARY.define(
 )
 
 
-def _attention_block_by_hand(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plane_map: Tensor,
-    row_ptr: Tensor,
-    full_start: Tensor,
-    col_idx: Tensor,
-    bitmap_id: Tensor,
-    bitmap: Tensor,
-    row_order: Tensor,
-    key_keep: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    q_offset: int,
-    band: Sequence[int],
-    config: Sequence[int],
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def _attention_block_by_hand(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from stof_compile.kernels.blockwise_again import attention_block_again
 
-    mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
-    return attention_block_again(
-        q, k, v, mask, key_keep, bias, scale, softcap, q_offset, band, config, return_lse
-    )
+    return attention_block_again(q, k, v, rest[:7], *rest[7:])
 
 
 _LIBRARY.impl("attention_block_by_hand", _attention_block_by_hand, "CUDA")
 
 
 @torch.library.register_fake("stof::attention_block_by_hand")
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return fake_attention(q, v, bool(rest[-1]))
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return fake_attention(q, v, rest[-1])
 
 
 def attend_without_gradient(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
+from stof_compile.masks.derived import derive
 
 if TYPE_CHECKING:
     from stof_compile.masks.block_mask import BlockMask
@@ -37,7 +38,7 @@ def dense_mask(mask: BlockMask) -> Tensor:
             "a CUDA stream that is being captured cannot; attention_kernel('block') needs none "
             "(fp16, bf16 and fp32, head dims up to 256)"
         )
-    return mask.to_dense()
+    return derive(mask.device, "mask as a bool tensor", mask.to_dense)
 
 
 def dense_tensor(mask: BlockMask) -> Tensor:

@@ -1,5 +1,6 @@
 """Attention that nothing was measured for: by hand on a GPU, and what the decision table says."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -55,6 +56,8 @@ def table_on_hopper(monkeypatch):
         (masks.sliding_window(120), {}, "block"),
         (masks.sliding_window(120), {"dtype": SINGLE}, "sdpa"),
         (masks.sliding_window(4), {"dtype": SINGLE, "head_dim": 64, "length": 1024}, "block"),
+        (masks.sliding_window(4), {"dtype": torch.float64, "head_dim": 64}, "sdpa"),
+        (masks.sliding_window(120), {"dtype": SINGLE, "softcap": 2.0}, "block"),
     ],
     ids=str,
 )
@@ -71,6 +74,25 @@ def test_table_takes_the_sparse_kernel_where_sdpa_would_need_too_much(table_on_h
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unmeasured, "MOST_DENSE", 4096 * 4096 - 1)
         assert decide(long)[0] == "block"
+
+
+def test_table_leaves_to_sdpa_what_it_has_a_fused_kernel_for(table_on_hopper):
+    plain = problem(masks.causal(), length=512)
+    shape = plain.q.shape
+    turned = TensorMeta(shape, (shape[1] * 128 * 512, 128 * 512, 1, 512), HALF)
+    shared = TensorMeta((16, 4, 512, 128), (4 * 512 * 128, 512 * 128, 128, 1), HALF)
+    assert decide(plain)[0] == decide(replace(plain, k=shared, v=shared))[0] == "sdpa"
+    for name in "qkv":
+        assert decide(replace(plain, **{name: turned}))[0] == "block"
+    window = problem(masks.sliding_window(400), dtype=SINGLE, length=512)
+    single = replace(shared, dtype=SINGLE)
+    assert decide(window)[0] == "sdpa"
+    assert decide(replace(window, k=single, v=single))[0] == "block"
+
+
+def test_table_refuses_a_softcap_that_no_kernel_has(table_on_hopper):
+    with pytest.raises(StofUnsupportedError, match="softcap"):
+        decide(problem(masks.sliding_window(4), dtype=torch.float64, softcap=2.0))
 
 
 def test_table_looks_at_the_values_too(table_on_hopper):
@@ -109,7 +131,7 @@ def route(monkeypatch):
 
     def ask(
         rule, head_dim=64, dtype=HALF, heads=(4, 4), lengths=(300, 300), value_dim=None,
-        strided=False, batch=2, **how,
+        strided="", batch=2, force=None, **how,
     ):  # fmt: skip
         taken.clear()
         with FakeTensorMode():
@@ -117,9 +139,12 @@ def route(monkeypatch):
             q = make(batch, heads[0], lengths[0], head_dim)
             k = make(batch, heads[1], lengths[1], head_dim)
             v = make(batch, heads[1], lengths[1], value_dim or head_dim)
-            if strided:
-                q = make(batch, heads[0], head_dim, lengths[0]).transpose(2, 3)
-        sparse_attention(q, k, v, rule, enable_gqa=heads[0] != heads[1], **how)
+            turned = make(batch, heads[0], head_dim, lengths[0]).transpose(2, 3)
+        operands = [
+            turned if name in strided else t for name, t in zip("qkv", (q, k, v), strict=True)
+        ]
+        with attention_kernel(force) if force else nullcontext():
+            sparse_attention(*operands, rule, enable_gqa=heads[0] != heads[1], **how)
         (one,) = taken
         return one
 
@@ -145,7 +170,7 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         # no fused kernel of SDPA takes these
         (masks.causal(), {"heads": (4, 2), "dtype": SINGLE}, "block"),
         (masks.causal(), {"heads": (4, 2), "lengths": (100, 300)}, "block"),
-        (masks.causal(), {"strided": True}, "block"),
+        *((masks.causal(), {"strided": name}, "block") for name in "qkv"),
         (masks.causal(), {"value_dim": 32}, "block"),
         (masks.causal(), {"head_dim": 60}, "block"),
         # these need more than a mask
@@ -172,7 +197,13 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         (NARROW_WINDOW, {"dtype": SINGLE, "head_dim": 512}, "masked"),
         (masks.causal(), {"dtype": DOUBLE}, "causal"),
         (masks.causal(), {"head_dim": 321}, "causal"),
-        (masks.causal(), {"dtype": DOUBLE, "strided": True}, "causal"),
+        (masks.causal(), {"dtype": DOUBLE, "strided": "q"}, "causal"),
+        # asked for
+        (None, {"force": "block"}, "block"),
+        (masks.dense(), {"force": "block"}, "block"),
+        (masks.causal(), {"force": "block"}, "block"),
+        (masks.causal(), {"force": "sdpa", "strided": "q"}, "causal"),
+        (NARROW_WINDOW, {"force": "sdpa"}, "masked"),
     ],
     ids=str,
 )
@@ -194,17 +225,20 @@ def test_a_mask_too_large_for_sdpa_stays_with_the_kernel(route, monkeypatch):
 
 
 def test_what_is_recorded_goes_to_the_operator_with_a_gradient(route, monkeypatch):
-    met = []
+    met, asked = [], []
 
     def operator(q, k, v, *rest):
         met.append(len(rest))
         return q, q
 
     monkeypatch.setitem(functional.SPARSE_OPERATORS, "block", operator)
-    monkeypatch.setattr(functional, "is_recorded", lambda *operands: True)
+    monkeypatch.setattr(functional, "is_recorded", lambda *operands: not asked.append(operands))
+    bias = torch.ones(1, 1, 1, 300)
     with pytest.raises(ValueError, match="not enough values"):  # nothing else is asked
-        route(WIDE)
+        route(WIDE, lengths=(200, 300), bias=bias)
     assert met == [15]
+    ((q, k, v, last),) = asked
+    assert q.shape[2] == 200 and k.shape[2] == v.shape[2] == 300 and k is not v and last is bias
 
 
 def test_calls_that_are_trained_stay_with_the_kernels(route, monkeypatch):
@@ -220,6 +254,17 @@ def test_causal_masks_stay_with_tf32(route, monkeypatch):
     assert route(masks.causal(), dtype=SINGLE) == "block"
     assert route(WIDE, dtype=SINGLE) == "block"
     assert route(masks.causal()) == "causal"
+
+
+def test_a_dense_mask_is_kept_up_to_a_size(monkeypatch):
+    made = []
+    real = BlockMask.to_dense
+    monkeypatch.setattr(BlockMask, "to_dense", lambda self: made.append(1) or real(self))
+    mask = build_block_mask(WIDE, 300, 300, 64)
+    first, second = dense_tensor.dense_mask(mask), dense_tensor.dense_mask(mask)
+    assert first is second and len(made) == 1
+    monkeypatch.setattr(dense_tensor, "MOST_KEPT", 300 * 300 - 1)
+    assert torch.equal(dense_tensor.dense_mask(mask), first) and len(made) == 2
 
 
 def test_a_large_dense_mask_is_not_made_in_a_capture(route, monkeypatch):
@@ -325,7 +370,7 @@ def test_gpu_a_dense_mask_of_fp32_is_made_once(sdpa_calls, monkeypatch):
     made = []
     real = BlockMask.to_dense
     monkeypatch.setattr(BlockMask, "to_dense", lambda self: made.append(1) or real(self))
-    rule = masks.sliding_window(150)
+    rule = masks.sliding_window(149)  # of no other test
     q, k, v = operands(300, 300, 64, dtype=SINGLE)
     for _ in range(3):
         out = sparse_attention(q, k, v, rule)

@@ -9,7 +9,7 @@ from stof_compile.kernels.blockwise_again import attention_block_again
 from stof_compile.kernels.reference import attention_reference
 from torch._library.triton import is_wrap_triton_enabled
 
-from stof_compile import masks, sparse_attention
+from stof_compile import masks, ops_by_hand, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.ops_by_hand import attend_without_gradient
@@ -92,6 +92,27 @@ def test_the_second_launch_has_the_tensors_of_the_first_in_their_places(recorder
         else:
             assert a is b, place
     assert second[6].transpose(1, 2).data_ptr() == out.data_ptr() and second[7] is lse
+
+
+def test_a_known_launch_has_results_of_the_same_shape(recorder):
+    given, _ = problem()
+    given |= {"v": torch.randn(2, 2, 100, 16), "return_lse": True}
+    shapes = [[t.shape for t in attention_block_again(**given)] for _ in range(2)]
+    assert shapes[0] == shapes[1] == [(2, 2, 100, 16), (2, 2, 100)]
+
+
+def test_the_operator_hands_its_arguments_on(recorder, monkeypatch):
+    given, _ = problem()
+    seen = []
+    monkeypatch.setattr(
+        blockwise_again, "attention_block_again", lambda *given: seen.append(given) or given[:2]
+    )
+    flat = [given["q"], given["k"], given["v"], *given["mask"], *list(given.values())[4:]]
+    ops_by_hand._attention_block_by_hand(*flat)
+    ((q, k, v, mask, *rest),) = seen
+    assert q is given["q"] and k is given["k"] and v is given["v"]
+    assert all(a is b for a, b in zip(mask, given["mask"], strict=True))
+    assert rest == list(given.values())[4:]
 
 
 def test_what_differs_is_another_launch(recorder):
