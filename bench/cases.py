@@ -121,6 +121,9 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
         for dtype in ("float16", "bfloat16")
         for mask in ("causal", "bigbird")
     ),
+    "single": tuple(
+        table2_cell(16, 2048, mask, dtype="float32", suffix="/float32") for mask in MASKS
+    ),
     # columns that are far from each other: tiles hold little of the mask, packed columns do
     "scattered": (
         *(Cell(b, s, "fixed", 128, 1) for b, s in ((8, 512), (16, 2048), (16, 4096))),

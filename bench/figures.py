@@ -78,8 +78,9 @@ def roofline(figure: Any, group: Group) -> None:
     if ceilings is not None:
         low, high = axes.get_xlim()[0], max(axes.get_xlim()[1], 1000.0)
         dims = sorted({row["head_dim"] for row in group.rows}, key=int)
+        dtype = group.rows[0]["dtype"]  # the half types have one rate
         for dim in dims:
-            rate = ceilings.rate(int(dim)) / 1e12
+            rate = ceilings.rate(int(dim), dtype) / 1e12
             over = [max(low, 1.0) * (high / max(low, 1.0)) ** (i / 60) for i in range(61)]
             roof = [min(rate, ceilings.copy_tb_s * x) for x in over]
             axes.plot(over, roof, linewidth=0.9, label=f"ceiling, D={dim}: {rate:.3g} TFLOP/s")

@@ -59,6 +59,7 @@ def full_parts(device: str) -> list[Part]:
         long["cells"] = "1x2048,1x4096"
     grids = [("Figures 9 and 10", "table2", "attention"), ("Figures 9 and 10", "mha", ""),
              ("long sequences", "long", ""), ("head dims", "headdims", ""),
+             ("single precision", "single", ""),
              ("scattered columns", "scattered", "")]  # fmt: skip
     attention = [
         Part(shows, "attention", name or f"attention-{grid}", {"grid": grid, **PATIENCE})

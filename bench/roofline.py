@@ -3,9 +3,9 @@
 element floor = max(bytes of Q, K, V, O / bandwidth, kept elements x 4 D operations / rate); tile
 floor = the same with all elements of the touched 64x64 tiles. Bandwidth is a large copy (read +
 written); rate is the best dense attention kernel at that head dim, since no attention kernel
-reaches the rate of a plain matrix product. A model's floor is the larger of two: its products at
-the rate of a large product plus the tile floors of its attention, and its weights at copy
-bandwidth.
+reaches the rate of a plain matrix product; for fp32 a sixth of it (``Ceilings.rate``). A model's
+floor is the larger of two: its products at the rate of a large product plus the tile floors of its
+attention, and its weights at copy bandwidth.
 """
 
 from __future__ import annotations
@@ -72,25 +72,34 @@ class Ceilings:
     attention_tflops: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
-    def rate(self, head_dim: int) -> float:
-        """Operations per second of attention at a head dim."""
-        return self.attention_tflops.get(str(head_dim), self.matmul_tflops) * 1e12
+    def rate(self, head_dim: int, dtype: str = "float16") -> float:
+        """Operations per second of attention at a head dim.
+
+        Where it was measured in half precision, that of fp32 is a sixth: a product is three of TF32
+        numbers, which tensor cores multiply at half the rate.
+        """
+        measured = self.attention_tflops.get(str(head_dim))
+        if measured is None:
+            return self.matmul_tflops * 1e12
+        return measured * 1e12 / (6 if dtype == "float32" else 1)
 
     def floor_us(self, cell: Cell, fraction: float) -> float:
         """Least microseconds of a kernel that works on ``fraction`` of the elements."""
-        return self._attention_us(cell.moved_bytes, fraction * cell.dense_flop, cell.head_dim)
+        rate = self.rate(cell.head_dim, cell.dtype)
+        return self._attention_us(cell.moved_bytes, fraction * cell.dense_flop, rate)
 
     def model_floor_us(self, work: ModelWork) -> float:
         """Least microseconds of a whole model: products plus attention, or reading its weights."""
         products = 1e6 * work.product_flop / (self.matmul_tflops * 1e12)
         attention = sum(
-            layer.count * self._attention_us(layer.moved_bytes, layer.flop, layer.head_dim)
+            layer.count
+            * self._attention_us(layer.moved_bytes, layer.flop, self.rate(layer.head_dim))
             for layer in work.attention
         )
         return max(products + attention, 1e6 * work.weight_bytes / (self.copy_tb_s * 1e12))
 
-    def _attention_us(self, moved_bytes: float, flop: float, head_dim: int) -> float:
-        return 1e6 * max(moved_bytes / (self.copy_tb_s * 1e12), flop / self.rate(head_dim))
+    def _attention_us(self, moved_bytes: float, flop: float, rate: float) -> float:
+        return 1e6 * max(moved_bytes / (self.copy_tb_s * 1e12), flop / rate)
 
 
 def device_name(device: torch.device) -> str:

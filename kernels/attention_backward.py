@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .backward_key_kernel import attention_backward_key_kernel
 from .backward_query_kernel import attention_backward_query_kernel
-from .limits import multiplies_by_groups
+from .limits import exact_products, multiplies_by_groups
 from .problem import (
     DTYPES,
     MAX_HEAD_DIM,
@@ -42,6 +42,7 @@ class Piece(NamedTuple):
     block_k: int  # keys of a piece, at most those of a tile
     num_warps: int
     num_stages: int  # depth of the load pipeline
+    registers: int = 0  # of a thread at most, 0: as many as the compiler wants
 
     @property
     def stats_per_row(self) -> int:
@@ -50,12 +51,13 @@ class Piece(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """Arguments of a launch."""
-        return {
+        found = {
             "BLOCK_M": self.block_q,
             "BLOCK_N": self.block_k,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
+        return found | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def pieces(
@@ -70,17 +72,24 @@ def pieces(
         few: the rows have less than ``FEW_TILES`` tiles on average.
 
     Those of Hopper for fp16 and bf16 and head dims up to 128 are the fastest measured (see
-    docs/kernels.md). The others were not measured: the largest that
-    tests/kernels/test_backward_compile.py compiles without spills and within the shared memory.
+    docs/kernels.md), and those for fp32 there the fastest that do not spill. The others were not
+    measured: the largest that tests/kernels/test_backward_compile.py compiles without spills and
+    within the shared memory.
     """
     width = next_power_of_two(max(head_dim, value_dim))
     hip = torch.version.hip is not None
     by_groups = multiplies_by_groups(capability)
+    if dtype.itemsize == 4 and exact_products(width) != "ieee":
+        # told that it may have all registers, the assembler does not spill some for more programs
+        if width > 64:
+            return Piece(16, 32, 4, 2, 255), Piece(16, 16, 4, 2, 255)
+        tall = capability[0] == 9 and width > 16
+        return Piece(64 if tall else 16, 32, 4, 2, 255), Piece(64 if tall else 32, 16, 4, 1, 255)
     if dtype.itemsize == 4:
         small = Piece(16, 16, 8, 2)
         if width > 64:
             return small, Piece(16, 16, 4, 2) if hip and width > 128 else small
-        return Piece(32, 32, 8, 2), small if hip else Piece(32, 32, 8, 2)
+        return Piece(32, 32, 8, 2), small
     if capability == (9, 0) and not hip and width <= 64:
         return Piece(64, 32 if few else 64, 4, 3), Piece(32, 64, 4, 3)
     if capability == (9, 0) and not hip and width <= 128:
@@ -191,6 +200,7 @@ def attention_backward_blockwise(
     padding_stride = 0 if p.key_keep is None else broadcast_strides(p.key_keep)[0]
     added = arrays.row_ptr if p.bias is None else p.bias
     added_strides = [0, 0, 0, 0] if p.bias is None else broadcast_strides(p.bias)
+    width = next_power_of_two(max(p.head_dim, p.value_dim))
     constants = {
         **score_constants(scale, softcap, p.bias is not None),
         "HEAD_DIM": p.head_dim,
@@ -201,7 +211,7 @@ def attention_backward_blockwise(
         "BLOCK_DV": next_power_of_two(p.value_dim),
         "GROUP": p.group,
         "VEC": vec,
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": "tf32" if tf32 else exact_products(width),
         "EVEN_K": p.k_len % block_k == 0,
         "HAS_PADDING": p.key_keep is not None,
         "HAS_BIAS": p.bias is not None,

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from .attention_hopper import hopper_forms, hopper_refusal
+from .block_tiles import FEW_PROGRAMS, LEAST_SUM, NARROW, block_tiles, padded_widths
 from .blockwise_kernel import attention_block_kernel
 from .bound_launch import Repeat
 from .limits import (
-    fits_registers,
-    multiplies_by_groups,
+    PRECISIONS,
+    fp32_precision,
     product_widths,
     shared_memory_bytes,
     shared_memory_limit,
-    tf32_allowed,
     without_spills,
 )
 from .long_rows import merge_rows, new_pieces
@@ -40,7 +40,6 @@ from .problem import (
     outer_strides,
     score_constants,
 )
-from .rounding import DIM_STEP
 
 KERNELS = (attention_block_kernel, merge_rows_kernel)
 
@@ -64,7 +63,7 @@ class BlockConfig(NamedTuple):
     heads_fast: int = 0
     heavy_first: int = 1  # 1: rows in row_order, 0: rows in their own order (one load less)
     prefetch: int = 0  # 1: read a column index one tile ahead
-    tf32: int = 0  # 1: fp32 matrix products may use TF32
+    tf32: int = 0  # how fp32 numbers are multiplied, by place in PRECISIONS
     # programs per multiprocessor of the Hopper kernel (attention_hopper.py), 0: the portable one;
     # it needs 64 x 64 tiles (64 x 128: one program, tile rows two at a time) and fragments in place
     # of the bitmap, and reads num_stages besides
@@ -76,31 +75,6 @@ class BlockConfig(NamedTuple):
     pieces: int = 1  # programs that share a heavy row, whose results are merged (long_rows.py)
 
 
-# Tile (rows, keys) and warps worth trying, the best on sparse masks first.
-_TILES = (
-    (64, 64, 4),
-    (128, 128, 8),
-    (128, 64, 8),
-    (64, 64, 8),
-    (64, 32, 4),
-    (64, 32, 8),
-    (32, 32, 4),
-    (32, 32, 8),
-    (16, 16, 2),
-    (16, 16, 4),
-)
-# The same where head dims over 128 leave four warps the registers for the first of them.
-_TILES_WIDE = ((64, 64, 4), (64, 32, 4), (128, 64, 8))
-# Where 64 rows a program leave most of the GPU idle, smaller programs shorten the critical path.
-_TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
-LEAST_SUM = 32  # so many products of e4m3 numbers are added at least
-FEW_PROGRAMS = 264  # two for every multiprocessor of the largest Hopper part
-# Exact fp32 products use the ordinary units: small tiles, whose operands fit the registers.
-_TILES_FP32 = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
-_MAX_TILES = 3  # tile shapes offered for one problem, and the narrow one
-# Half as many keys: less of the tiles lies outside of narrow windows and short global parts, and
-# with 80 to 92 registers a thread six programs fit a Hopper multiprocessor in place of three.
-NARROW = (64, 32, 4)
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
 # at most; five of the narrow ones with a lazy softmax, which else takes more. Nothing spills then
 # (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
@@ -144,41 +118,23 @@ def configs(
             a tile, see ``_limit``.
     """
     itemsize = dtype.itemsize
-    fp8 = itemsize == 1
-    block_d = max(sum(product_widths(head_dim, capability)), LEAST_SUM if fp8 else 0)
-    block_dv = sum(product_widths(value_dim or head_dim, capability))
-    # lower tiles of e4m3 would multiply in fp16 where tiles of 64 rows do not
-    least = (64 if multiplies_by_groups(capability) else 16, LEAST_SUM) if fp8 else (16, 16)
+    value_dim = head_dim if value_dim is None else value_dim
+    operands = head_dim, value_dim, itemsize, capability
+    widths = padded_widths(*operands)
     limit = shared_memory_limit(capability)
-    tf32 = int(dtype == torch.float32 and tf32_allowed())
+    tf32 = fp32_precision(dtype)
     tallest = 128 if q_len is None else next_power_of_two(q_len)
     few = q_len is not None and planes is not None and planes * -(-q_len // 64) < FEW_PROGRAMS
-    every: tuple[tuple[int, int, int], ...] = _TILES_FP32 if itemsize == 4 else _TILES
-    fitting = [
-        (block_q, block_k, warps)
-        for block_q, block_k, warps in dict.fromkeys((*every, *_TILES_FEW_ROWS))
-        if fits_registers(block_q, block_k, block_d, block_dv, warps, itemsize, capability)
-        and shared_memory_bytes(block_q, block_k, block_d, block_dv, 2, itemsize) <= limit
-        and (block_q >= least[0] and block_k >= least[1])
-    ]
-    stored_dim = -(-head_dim // DIM_STEP) * DIM_STEP if fp8 else head_dim
-    problem = ("block", stored_dim, itemsize, capability)
-    fitting = without_spills(fitting, *problem) or fitting
-    if max(block_d, block_dv) > 128 and itemsize < 4 and _TILES_WIDE[0] in fitting:
-        every = tuple(dict.fromkeys((*_TILES_WIDE, *_TILES)))
-    wanted = _TILES_FEW_ROWS if few and itemsize < 4 else every
-    tiles = [tile for tile in wanted if tile in fitting and tile[0] <= tallest]
-    if not tiles:  # too tall or too many keys is slow, but right
-        rest = [tile for tile in every if tile in fitting]
-        tiles = [tile for tile in rest if tile[0] <= tallest] or rest
-    tiles = tiles[: len(_TILES_FEW_ROWS) if few else _MAX_TILES]
-    if narrow and not few and itemsize <= 2 and NARROW in fitting and NARROW[0] <= tallest:
-        tiles = list(dict.fromkeys((tiles[0], NARROW, *tiles[1:])))
+    narrow = narrow and not few and itemsize <= 2
+    tiles = block_tiles(*operands, tallest=tallest, few=few, narrow=narrow)
+    narrow = narrow and NARROW in tiles
+    depths = (2,) if itemsize == 4 else (2, 3)
+    problem = ("block", head_dim, itemsize, capability)
     loops = _loops(has_part, has_full, is_band, capability)
     found: list[BlockConfig] = []
     for rank, (block_q, block_k, warps) in enumerate(tiles):
-        for stages in (3, 2) if loops[0] == 5 else (2, 3):
-            if shared_memory_bytes(block_q, block_k, block_d, block_dv, stages, itemsize) > limit:
+        for stages in reversed(depths) if loops[0] == 5 else depths:
+            if shared_memory_bytes(block_q, block_k, *widths, stages, itemsize) > limit:
                 continue
             tile = block_q, block_k, warps
             if narrow and loops[0] == 5 and tile == NARROW and (*tile, 3) in {c[:4] for c in found}:
@@ -196,15 +152,13 @@ def configs(
         config._replace(heads_fast=1)
         for config in dict.fromkeys((*found[: len(loops) + 1], *narrowest))
     ]
-    dims = head_dim, value_dim or head_dim
-    whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in dims)
+    whole = all(32 < dim <= 64 and dim % 8 == 0 for dim in (head_dim, value_dim))
     hopper = capability[0] == 9 and torch.version.hip is None
     if hopper and limits and plain and itemsize == 2 and whole:
         slim = [config for config in found if config[:5] == _LIMITED]
         slim += [config._replace(num_stages=3, heads_fast=1) for config in narrowest[:2]]
         found += [config._replace(registers=_REGISTERS[config.block_k]) for config in slim]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
-    value_dim = head_dim if value_dim is None else value_dim
     if units < _HOPPER_UNITS or hopper_refusal(
         head_dim, value_dim, dtype, capability, units, plain=plain
     ):
@@ -305,8 +259,9 @@ def attention_block_forward(
     capability = (9, 0)
     if q.is_cuda and (max(p.head_dim, p.value_dim) > 128 or how.registers):
         capability = torch.cuda.get_device_capability(q.device)  # else it makes no difference
-    block_d, tail_d = product_widths(p.head_dim, capability)
-    block_dv, tail_dv = product_widths(p.value_dim, capability)
+    itemsize = q.element_size()
+    block_d, tail_d = product_widths(p.head_dim, capability, itemsize)
+    block_dv, tail_dv = product_widths(p.value_dim, capability, itemsize)
     if rounded is not None:
         block_d = max(block_d, LEAST_SUM)
     heavy_rows = min(how.heavy_rows, p.rows) if split else 0
@@ -347,7 +302,7 @@ def attention_block_forward(
             FP8=rounded is not None,
             GROUP=p.group,
             VEC=p.vec,
-            PRECISION="tf32" if how.tf32 else "ieee",
+            PRECISION=PRECISIONS[how.tf32],
             EVEN_Q=p.q_len % how.block_q == 0,
             EVEN_K=p.k_len % how.block_k == 0,
             HAS_PADDING=p.key_keep is not None,

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .gather_kernel import attention_gather_kernel
 from .limits import (
+    PRECISIONS,
+    exact_products,
     fits_registers,
+    fp32_precision,
     shared_memory_bytes,
     shared_memory_limit,
-    tf32_allowed,
     without_spills,
 )
 from .problem import (
@@ -45,7 +47,7 @@ class GatherConfig(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3  # depth of the load pipeline: column numbers come before keys
     heads_fast: int = 0  # 1: neighbouring programs work on the same row of other heads
-    tf32: int = 0  # 1: fp32 matrix products may use TF32
+    tf32: int = 0  # how fp32 numbers are multiplied, by place in PRECISIONS
 
 
 # Tile (rows, keys) and warps worth trying, the likely best first.
@@ -58,7 +60,12 @@ _TILES = (
     (32, 32, 4),
     (16, 32, 2),
 )
-_TILES_FP32 = ((32, 32, 8), (16, 32, 4), (16, 16, 2), (16, 16, 4))
+_TILES_FP32 = ((32, 32, 8), (16, 32, 4), (16, 16, 2), (16, 16, 4))  # by the ordinary units
+# fp32 numbers as products of their parts, by the largest width of a head; none spills.
+_TILES_PARTS = {
+    64: ((16, 32, 2), (64, 32, 4), (32, 32, 4), (16, 64, 4)),
+    128: ((16, 32, 2), (16, 64, 4), (16, 32, 4), (16, 16, 4)),
+}
 _MAX_TILES = 4  # tile shapes offered for one problem
 
 
@@ -82,16 +89,21 @@ def configs(
     itemsize = dtype.itemsize
     block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(value_dim or head_dim)
     limit = shared_memory_limit(capability)
-    tf32 = int(dtype == torch.float32 and tf32_allowed())
+    width = max(block_d, block_dv)
+    tf32 = fp32_precision(dtype, width)
     tallest = 128 if q_len is None else next_power_of_two(q_len)
+    by_parts = itemsize == 4 and exact_products(width) != "ieee"
+    tiles = _TILES_FP32 if itemsize == 4 else _TILES
+    if by_parts:
+        tiles = _TILES_PARTS[max(64, width)]
     fitting = []
-    for block_q, block_k, warps in _TILES_FP32 if itemsize == 4 else _TILES:
+    for block_q, block_k, warps in tiles:
         size = (block_q, block_k, block_d, block_dv)
-        if not fits_registers(*size, warps, itemsize, capability):
+        if not (by_parts or fits_registers(*size, warps, itemsize, capability)):
             continue
         fitting += [
             GatherConfig(block_q, block_k, warps, stages, tf32=tf32)
-            for stages in (3, 2)
+            for stages in ((2,) if by_parts else (3, 2))
             if shared_memory_bytes(*size, stages, itemsize) <= limit
         ]
     fitting = without_spills(fitting, "gather", head_dim, itemsize, capability) or fitting
@@ -155,7 +167,7 @@ def attention_gather_forward(
             BLOCK_DV=next_power_of_two(p.value_dim),
             GROUP=p.group,
             VEC=p.vec,
-            PRECISION="tf32" if how.tf32 else "ieee",
+            PRECISION=PRECISIONS[how.tf32],
             EVEN_Q=p.q_len % how.block_q == 0,
             HAS_PADDING=p.key_keep is not None,
             HAS_BIAS=p.bias is not None,

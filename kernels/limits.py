@@ -5,8 +5,11 @@ from typing import TypeVar
 import torch
 
 from .problem import next_power_of_two
+from .rounding import DIM_STEP
 
 _Config = TypeVar("_Config", bound=tuple[int, ...])
+
+PRECISIONS = ("ieee", "tf32", "tf32x3")  # of fp32 products, by the field ``tf32`` of a config
 
 # Shared memory one program may use, bytes, by CUDA compute capability.
 _SHARED_BYTES = {
@@ -24,51 +27,43 @@ _SHARED_BYTES_HIP = 65536
 
 # 32-bit values that a thread may hold beside the mask; beyond it registers spill. Hopper and data
 # centre Blackwell read the query tile from shared memory (tiles of 64 rows, warps in fours); other
-# products hold it in registers, beside the addresses of the tile they load. Products of fp32
-# operands run on the ordinary units and hold theirs in registers too.
+# products hold it in registers, beside the addresses of the tile they load. fp32 on the ordinary
+# units holds its operands there too.
 _VALUES_PER_THREAD = 140
 _VALUES_PER_THREAD_HOPPER = 165
 _VALUES_PER_THREAD_BLACKWELL = 155  # the accumulator lives apart and is copied to be rescaled
 _VALUES_PER_THREAD_FP32 = 36
 
-# What fits by the counts above and still spills a few bytes, by CUDA capability, head dim and bytes
-# of an element. Made with Triton 3.9 from what test_every_config_anywhere of
-# tests/kernels/test_compile_only.py compiles (STOF_FULL_COMPILE=1), of which a part has been run;
-# add what it lists. That of one byte (e4m3; head dims in steps of 16) is from Triton 3.6 as well.
-# An entry is the beginning of a config: a tile (rows, keys, warps) where the others do without it,
-# with stages and loops where the tile is good otherwise or the last.
+# What fits by the counts above, or is a tile for fp32 of block_tiles.py, and still spills a few
+# bytes, by CUDA capability, head dim and bytes of an element. Made with Triton 3.9 from what
+# test_every_config_anywhere of tests/kernels/test_compile_only.py compiles (STOF_FULL_COMPILE=1),
+# of which a part has been run; add what it lists. That of one byte (e4m3; head dims in steps of
+# 16) is from Triton 3.6 as well. An entry is the beginning of a config: a tile (rows, keys, warps)
+# where the others do without it, with stages and loops where the tile is good otherwise or the
+# last.
 _SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...], ...]]] = {
     "block": {
         ((8, 0), 32, 2): (
             (64, 64, 4, 2, 3), (64, 64, 4, 2, 4), (64, 64, 4, 3, 3), (128, 64, 8), (64, 64, 8),
             (32, 64, 4),
         ),
-        ((8, 0), 96, 4): (
-            (32, 32, 8, 2, 3), (32, 32, 8, 3, 3), (32, 32, 8, 3, 4), (32, 32, 8, 3, 5),
-            (16, 16, 4, 2, 6), (16, 16, 4, 3, 3),
-        ),
         ((8, 0), 192, 2): ((64, 64, 8, 2, 4), (32, 64, 4), (32, 32, 4), (16, 16, 2)),
+        ((8, 0), 32, 4): ((32, 64, 4, 2, 6),),
+        ((8, 0), 256, 4): ((16, 32, 4, 2, 4),),
         ((8, 6), 32, 2): ((64, 64, 4, 3, 4), (128, 64, 8)),
-        ((8, 6), 96, 4): (
-            (32, 32, 8, 2, 5), (32, 32, 8, 2, 6), (16, 16, 4, 2, 1), (16, 16, 4, 3, 3),
-            (16, 16, 4, 3, 6),
-        ),
+        ((8, 6), 32, 4): ((32, 64, 4, 2, 6),),
+        ((8, 6), 64, 4): ((128, 32, 8, 2, 6),),
         ((8, 6), 192, 2): ((32, 32, 4), (16, 16, 2)),
-        ((8, 6), 192, 4): ((16, 16, 4, 2, 1), (16, 16, 4, 2, 6)),
         ((8, 9), 32, 2): ((64, 64, 4, 3, 4), (128, 64, 8)),
-        ((8, 9), 96, 4): (
-            (32, 32, 8, 2, 5), (32, 32, 8, 2, 6), (16, 16, 4, 2, 1), (16, 16, 4, 3, 3),
-            (16, 16, 4, 3, 6),
-        ),
+        ((8, 9), 32, 4): ((32, 64, 4, 2, 6),),
+        ((8, 9), 64, 4): ((128, 32, 8, 2, 6),),
         ((8, 9), 192, 2): ((32, 32, 4), (16, 16, 2)),
-        ((8, 9), 192, 4): ((16, 16, 4, 2, 1), (16, 16, 4, 2, 6)),
         ((8, 9), 48, 1): ((64, 64, 4, 2, 3), (16, 128, 4, 2, 3)),
         ((8, 9), 64, 1): ((64, 32, 4, 2, 3), (16, 128, 4, 2, 3)),
         ((8, 9), 80, 1): ((64, 64, 8), (32, 64, 4)),
         ((8, 9), 96, 1): ((64, 64, 8), (32, 64, 4)),
         ((8, 9), 112, 1): ((64, 64, 8), (32, 64, 4)),
         ((8, 9), 128, 1): ((64, 64, 8), (32, 64, 4)),
-        ((9, 0), 64, 4): ((64, 32, 8),),
         ((9, 0), 72, 2): ((128, 128, 8), (32, 64, 4, 2, 6)),
         ((9, 0), 80, 2): ((128, 128, 8), (32, 64, 4, 2, 6)),
         ((9, 0), 96, 2): ((128, 128, 8), (32, 64, 4, 2, 6)),
@@ -77,10 +72,24 @@ _SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...],
             (16, 64, 2), (32, 32, 8, 2, 6), (32, 32, 4, 2, 6), (16, 16, 2, 3, 3),
         ),
         ((9, 0), 256, 2): ((32, 64, 4, 3, 3),),
+        ((9, 0), 16, 4): ((16, 32, 2, 2, 4),),
+        ((9, 0), 32, 4): ((32, 64, 4),),
+        ((9, 0), 64, 4): ((64, 64, 4, 2, 6), (64, 64, 4, 2, 7), (128, 64, 8, 2, 6)),
+        ((9, 0), 72, 4): (
+            (64, 32, 4, 2, 4), (64, 32, 4, 2, 6), (64, 32, 4, 2, 7), (16, 32, 4, 2, 3),
+            (16, 32, 4, 2, 4),
+        ),
+        ((9, 0), 80, 4): (
+            (64, 32, 4, 2, 4), (64, 32, 4, 2, 6), (64, 32, 4, 2, 7), (16, 32, 4, 2, 3),
+            (16, 32, 4, 2, 4),
+        ),
+        ((9, 0), 96, 4): ((64, 32, 4, 2, 3), (16, 32, 4, 2, 4)),
+        ((9, 0), 128, 4): ((16, 32, 2, 2, 4),),
         ((10, 0), 192, 2): ((64, 64, 4, 2, 6), (16, 64, 2), (32, 32, 8, 2, 6)),
-        ((10, 0), 192, 4): ((16, 16, 4, 3, 6),),
         ((10, 0), 256, 2): ((64, 32, 8, 2, 3),),
-        ((10, 0), 256, 4): ((16, 16, 4, 3, 7),),
+        ((10, 0), 16, 4): ((16, 32, 2, 2, 3),),
+        ((10, 0), 32, 4): ((32, 64, 4),),
+        ((10, 0), 128, 4): ((16, 32, 2, 2, 6), (16, 32, 2, 2, 7)),
     },
     "row": {
         ((8, 0), 64, 2): ((16, 32, 8),),
@@ -99,12 +108,6 @@ _SPILLS: dict[str, dict[tuple[tuple[int, int], int, int], tuple[tuple[int, ...],
         ((8, 0), 96, 2): ((16, 64, 2, 3),),
         ((8, 6), 64, 2): ((64, 64, 4, 3),),
         ((8, 9), 64, 2): ((64, 64, 4, 3),),
-        ((9, 0), 72, 4): ((32, 32, 8), (16, 32, 4)),
-        ((9, 0), 80, 4): ((32, 32, 8), (16, 32, 4)),
-        ((9, 0), 96, 4): ((32, 32, 8), (16, 32, 4)),
-        ((10, 0), 72, 4): ((32, 32, 8), (16, 32, 4)),
-        ((10, 0), 80, 4): ((32, 32, 8), (16, 32, 4)),
-        ((10, 0), 96, 4): ((32, 32, 8), (16, 32, 4)),
         ((10, 0), 128, 2): ((16, 64, 2, 3),),
     },
 }  # fmt: skip
@@ -125,7 +128,9 @@ def shared_memory_bytes(
     What only Hopper and newer hold also has the scores, which warps beside each other may exchange.
     """
     operands = (block_q * block_d + stages * block_k * (block_d + block_dv)) * itemsize
-    if operands > _SHARED_BYTES[8, 0]:
+    if itemsize == 4 and block_q >= 64:  # and the parts of fp32 numbers that are multiplied
+        operands += block_k * (block_d + block_dv) * itemsize
+    if operands > _SHARED_BYTES[8, 0] or (itemsize == 4 and block_q >= 64):
         operands += block_q * block_k * itemsize
     return operands + stages * (block_q * block_k // 8 + 16)
 
@@ -138,14 +143,20 @@ def multiplies_by_groups(capability: tuple[int, int]) -> bool:
     return torch.version.hip is None and capability[0] in (9, 10)
 
 
-def product_widths(dim: int, capability: tuple[int, int]) -> tuple[int, int]:
+def product_widths(dim: int, capability: tuple[int, int], itemsize: int = 2) -> tuple[int, int]:
     """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
 
     192 as 128 and 64 takes three quarters of what 256 takes. GPUs that hold operands in registers
-    have too few of them for two products.
+    have too few of them for two products of half types. Those of fp32 on CUDA are three of TF32
+    each (``exact_products``), whose parts take fewer registers in two turns.
+
+    Args:
+        itemsize: bytes of an element.
     """
     width = next_power_of_two(dim)
     half = width // 2
+    if itemsize == 4 and torch.version.hip is None:
+        return (width, 0) if dim <= 64 else (half, max(32, next_power_of_two(dim - half)))
     if dim <= 128 or dim > half + half // 2 or not multiplies_by_groups(capability):
         return width, 0
     return half, max(16, next_power_of_two(dim - half))
@@ -185,8 +196,35 @@ def without_spills(
     """What is left of the configs of a kernel ("block", "row", "gather") that do not spill."""
     if torch.version.hip is not None:  # its capabilities are numbered like CUDA's
         return offered
-    known = _SPILLS[kernel].get((capability, head_dim, itemsize), ())
+    stored_dim = -(-head_dim // DIM_STEP) * DIM_STEP if itemsize == 1 else head_dim
+    known = _SPILLS[kernel].get((capability, stored_dim, itemsize), ())
     return [config for config in offered if not any(config[: len(e)] == e for e in known)]
+
+
+def exact_products(width: int = 0) -> str:
+    """How fp32 numbers are multiplied, for Triton, where TF32 is not allowed.
+
+    Tensor cores take fp32 numbers rounded to TF32, 10 bits behind the first. On CUDA a product is
+    three of those, of both numbers' rounded parts and of what rounding left: a result is as near to
+    the fp64 one as with the ordinary units (averages over 2,048 keys at head dim 64, rms error on
+    an H200: 4.4e-7 and 8.8e-7, SDPA 6.6e-7), at two to six times their speed. SDPA's kernels for
+    fp32 multiply so, too. AMD GPUs multiply fp32 numbers.
+
+    Args:
+        width: columns of a product that is not split; the parts of more than 128 would spill.
+    """
+    return "tf32x3" if torch.version.hip is None and width <= 128 else "ieee"
+
+
+def fp32_precision(dtype: torch.dtype, width: int = 0) -> int:
+    """Place in PRECISIONS of how the kernels multiply numbers of a dtype; 0 for all but fp32.
+
+    Args:
+        width: as of ``exact_products``.
+    """
+    if dtype != torch.float32:
+        return 0
+    return PRECISIONS.index("tf32" if tf32_allowed() else exact_products(width))
 
 
 def tf32_allowed() -> bool:

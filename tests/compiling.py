@@ -245,11 +245,13 @@ def compile_block(target, head_dim, dtype, config, value_dim=None, **changes):
     values |= {"LOOPS": config.loops, "PREFETCH": bool(config.prefetch)}
     lazy = config.registers > 0 and 32 < head_dim <= 64  # as the launcher has it
     values |= {"REGISTERS": config.registers, "LAZY": lazy}
+    values["PRECISION"] = limits.PRECISIONS[config.tf32]
     capability = (9, 4) if target == GFX942 else divmod(target, 10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
-        width, tail = limits.product_widths(head_dim, capability)
-        value_width, value_tail = limits.product_widths(value_dim or head_dim, capability)
+        width, tail = limits.product_widths(head_dim, capability, dtype.itemsize)
+        of_values = value_dim or head_dim, capability, dtype.itemsize
+        value_width, value_tail = limits.product_widths(*of_values)
     values |= {"BLOCK_D": width, "TAIL_D": tail, "VALUE_DIM": value_dim or head_dim}
     values |= {"BLOCK_DV": value_width, "TAIL_DV": value_tail}
     if dtype == E4M3:

@@ -169,7 +169,7 @@ def _hopper_backward(
 
 def _cases():
     causal, longformer = {"rule": "causal"}, {"rule": "causal longformer"}
-    band, single = {"band": True}, {"dtype": torch.float32}
+    band, single, parts = {"band": True}, {"dtype": torch.float32}, {"tf32": 2}
     yield from forms("block", "attention_blockwise", _block, {
         "rule": (RAGGED | causal | band, {"loops": 6}),
         "rule-branch": (RAGGED | causal | band | {"padding": True}, {"loops": 7}),
@@ -192,6 +192,15 @@ def _cases():
         "more-queries": (RAGGED | causal | band | {"k_len": 70, "q_offset": 0}, {}),
         "decode": ({"q_len": 1, "heads": 4, "group": 2, **band}, {}),
         "fp32": (FEATURES | single, {}),
+        "fp32-parts": (RAGGED | FEATURES | single | {"block": (64, 64)}, parts),
+        "fp32-parts-of-odd-heads": (
+            RAGGED | FEATURES | single | {"head_dim": 72, "value_dim": 40, "block": (64, 32)},
+            parts,
+        ),
+        "fp32-parts-of-wide-heads": (
+            RAGGED | FEATURES | single | {"head_dim": 192, "value_dim": 160, "block": (16, 32)},
+            parts,
+        ),
         "small-tiles": (longformer | {"block": (16, 32), "head_dim": 24, "value_dim": 40}, {}),
     })  # fmt: skip
     yield from forms("row", "attention_rowwise", _row, {
@@ -210,6 +219,7 @@ def _cases():
         "packed": (RAGGED | {"k_len": 130, "batch": 2, "packed": True}, {}),
         "decode": ({"q_len": 1, "heads": 4, "group": 2}, {}),
         "fp32": (FEATURES | single, {}),
+        "fp32-parts": (RAGGED | FEATURES | single, parts),
         "low-tiles": (RAGGED | longformer | {"block": (16, 64)}, {}),
     })  # fmt: skip
     yield from forms("fp8", "attention_fp8", _fp8, {

@@ -106,6 +106,10 @@ FILES = {
         attention(peer, us, us, f"4x4096/causal/d{dim}/float16", head_dim=dim)
         for peer, us in (("flex_expert", "3"), ("stof", "4")) for dim in ("64", "96")
     ],
+    "attention-single-cuda": [
+        attention(peer, us, us, "16x2048/causal/float32", dtype="float32")
+        for peer, us in (("sdpa_causal", "3"), ("stof", "2"))
+    ],
     "attention-scattered-cuda": [
         attention(peer, us, us, "8x512/fixed")
         for peer, us in (("flex_expert", "6"), ("stof", "5"))

@@ -132,6 +132,7 @@ def test_grids_name_every_cell_once():
     assert not {c.name for c in GRIDS["table2"]} & {c.name for c in GRIDS["mha"]}
     assert max(c.seq for c in GRIDS["long"]) == 2**20 > DENSE_LIMIT
     assert {c.head_dim for c in GRIDS["headdims"]} == {64, 80, 96, 128, 192, 256}
+    assert {c.dtype for c in GRIDS["single"]} == {"float32"}
 
 
 def test_random_tiles_and_densities_without_the_matrix():
@@ -188,7 +189,8 @@ def test_head_dims_without_a_ceiling_get_one(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "_dense_attention", lambda *_: (400.0, "cuDNN"))
     path, cuda = tmp_path / "c.json", torch.device("cuda")
     assert roofline.load_ceilings(path, cuda).attention_tflops == {"64": 500.0}
-    assert roofline.load_ceilings(path, cuda, 96).rate(96) == 400e12
+    found = roofline.load_ceilings(path, cuda, 96)
+    assert found.rate(96) == 400e12 and found.rate(96, "float32") == 400e12 / 6
     assert roofline.read_ceilings(path).attention_tflops == {"64": 500.0, "96": 400.0}
 
 

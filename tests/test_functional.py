@@ -210,13 +210,14 @@ def test_default_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_kernel("cpu", 0.5, 100, dtype=torch.bfloat16) == "sdpa"
     assert default_kernel("cpu", 0.5, 100, dtype=torch.bfloat16, return_lse=True) == "gather"
     assert default_kernel("cuda", 0.1, 100) == "block"
-    assert default_kernel("cuda", 0.3, 100, head_dim=80) == "sdpa"
-    assert default_kernel("cuda", 0.5, 100) == "sdpa"
-    assert default_kernel("cuda", 1.0, 100, grouped=True) == "block"
-    assert default_kernel("cuda", 0.5, 100, dense_bytes=2**28 + 1) == "block"
-    assert default_kernel("cuda", 0.5, 100, return_lse=True) == "block"
-    monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
     assert default_kernel("cuda", 1.0, 100, head_dim=128) == "block"
+    assert default_kernel("cuda", 0.8, 100, head_dim=256) == "block"
+    assert default_kernel("cuda", 0.9, 100, head_dim=136) == "sdpa"
+    assert default_kernel("cuda", 0.9, 100, head_dim=136, grouped=True) == "block"
+    assert default_kernel("cuda", 0.9, 100, head_dim=136, dense_bytes=2**28 + 1) == "block"
+    assert default_kernel("cuda", 0.9, 100, head_dim=136, return_lse=True) == "block"
+    monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
+    assert default_kernel("cuda", 1.0, 100, head_dim=256) == "block"
     assert default_kernel("cuda", 1.0, 100, dtype=half) == "block"
     assert default_kernel("cuda", 0.0, 100, dtype=torch.float64, return_lse=True) == "sdpa"
     assert default_kernel("cuda", 0.0, 100, dtype=half, head_dim=257) == "sdpa"
@@ -233,6 +234,7 @@ def test_causal_masks_are_left_to_sdpa_where_it_has_a_fused_kernel() -> None:
         )
 
     wide = (2, 8, 100, 128)
+    assert left(wide, wide, 128, dtype=torch.float32) and not left(dtype=torch.float32)
     assert left() and not left(on_hopper=True)
     assert left(wide, wide, 128, on_hopper=True)
     assert not left(unit_strides=False)

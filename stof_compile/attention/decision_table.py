@@ -125,6 +125,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
             if found.kernel == kernel and not found.refusal
         ]
     from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
+    from stof_compile.kernels.block_tiles import FEW_PROGRAMS
 
     widest = max(problem.head_dim, problem.v.shape[3])
     if not kernels_take(problem.q.dtype, widest):
@@ -152,7 +153,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     planes = problem.batch * problem.heads
     programs = planes * -(-problem.q_len // TILE[0])
     half = problem.q.dtype.itemsize == 2 and not problem.training
-    narrow = half and programs >= attention_blockwise.FEW_PROGRAMS
+    narrow = half and programs >= FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
     pairs = half and capability[0] == 9 and problem.plain and 96 < widest <= 128

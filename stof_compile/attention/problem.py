@@ -194,7 +194,8 @@ class AttentionProblem:
             else [self.bias.shape, self.bias.stride, str(self.bias.dtype)],
             # not True, as before the backward kernels: what was measured then has to be again
             "training": ("bias" if self.bias_grad else "kernels") if self.training else False,
-            "tf32": self.allow_tf32,
+            # not False, as when fp32 numbers were multiplied by the ordinary units of a GPU
+            "tf32": self.allow_tf32 or ("three" if self._multiplies_by_parts else False),
             "causal_only": self.causal_only,
             "unmasked": self.spec is None,
             "mask": self.statistics,
@@ -205,6 +206,11 @@ class AttentionProblem:
             # masks with equal statistics may have very different ones; of this size it costs little
             body["packed"] = self.block_mask((64, 64)).packed_tiles
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:24]
+
+    @property
+    def _multiplies_by_parts(self) -> bool:
+        """Whether fp32 products of the kernels are three of TF32 numbers."""
+        return self.device.type == "cuda" and self.q.dtype == torch.float32
 
     def describe(self) -> str:
         """Return one line for people: shape, dtype, density."""

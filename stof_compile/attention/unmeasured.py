@@ -8,9 +8,10 @@ import torch
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the sparse kernels on CUDA
 TRITON_MAX_HEAD_DIM = 256
-# Part of the tiles that may be touched before dense attention is the better guess: exact fp32
-# products on CUDA, by the widest head dim; a single query on CUDA.
-EXACT_WINS_BELOW = {64: 0.35, TRITON_MAX_HEAD_DIM: 0.16}
+# Part of the tiles that may be touched before dense attention is the better guess: fp32 without
+# TF32 on CUDA, by the widest head dim; a single query on CUDA.
+EXACT_WINS_BELOW = {128: 1.0, TRITON_MAX_HEAD_DIM: 0.8}
+EXACT_CAUSAL_WINS = 96  # the widest head dim where it is faster than SDPA's own causal kernel
 ROW_WINS_BELOW = 0.6
 MOST_DENSE = 2**28  # bytes of a dense mask that SDPA is given on CUDA, where a kernel serves
 
@@ -34,24 +35,24 @@ def default_kernel(
     as the touched tiles say; ``random`` keeps 90 % of all pairs:
 
         batch x heads x length x head dim   mask     touched   fp16         fp32
-        8 x 12 x 512 x 64                   window   0.29                   183 / 238
-                                            window   0.81      24 / 42      453 / 239
-                                            random   1.00      31 / 43      583 / 240
-        4 x 12 x 2048 x 64                  window   0.19                   898 / 1768
-                                            window   0.38                   1757 / 1768
-                                            window   0.70      107 / 223    3147 / 1771
-                                            random   1.00      209 / 222    4583 / 1774
-        2 x 16 x 2048 x 128                 window   0.08                   810 / 1807
-                                            window   0.19                   2011 / 1804
-                                            window   0.70      129 / 225    7072 / 1825
-                                            random   1.00      254 / 222    10130 / 1832
-        2 x 12 x 2048 x 80                  window   0.70      104 / 176    5451 / 1236
-                                            random   1.00      196 / 177    7615 / 1241
-        4 x 16 x 512 x 256                  window   0.81      76 / 93      1941 / 431
-                                            random   1.00      99 / 92      2624 / 434
+        8 x 12 x 512 x 64                   window   0.34                   64 / 238
+                                            window   0.81      24 / 42      139 / 239
+                                            random   1.00      31 / 43      160 / 240
+        4 x 12 x 2048 x 64                  window   0.21                   257 / 1784
+                                            window   0.70      107 / 223    825 / 1775
+                                            random   1.00      209 / 222    1179 / 1792
+        2 x 16 x 2048 x 128                 window   0.21                   329 / 1807
+                                            window   0.70      129 / 225    1166 / 1806
+                                            random   1.00      254 / 222    1775 / 1823
+        2 x 12 x 2048 x 80                  window   0.70      104 / 176    755 / 1246
+                                            random   1.00      196 / 177    1058 / 1249
+        4 x 16 x 512 x 192                  window   0.81                   305 / 385
+                                            random   1.00                   422 / 388
+        4 x 16 x 512 x 256                  window   0.81      76 / 93      383 / 428
+                                            random   1.00      99 / 92      534 / 430
 
-    bf16 is as fp16. Where fp32 products may be TF32, the block-wise kernel takes 704, 1071 and 833
-    for the three masks of 2,048 tokens that touch every tile, SDPA as long as before.
+    bf16 is as fp16. Where fp32 products may be TF32, the block-wise kernel takes 702 and 1024 for
+    ``random`` at 2,048 tokens and head dims 64 and 128, and 304 at 256; SDPA as long as before.
 
     Args:
         device_type: "cuda" or "cpu". tile_density: touched / all tiles of the mask.
@@ -77,7 +78,7 @@ def default_kernel(
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
-    """Whether products are of fp32 numbers, and not of these as TF32."""
+    """Whether products are of fp32 numbers and not of these rounded to TF32."""
     if dtype != torch.float32:
         return False
     from stof_compile.kernels.limits import tf32_allowed
@@ -104,17 +105,18 @@ def sdpa_takes_causal(
 
     Microseconds of an H200 as above, fp16, block-wise / SDPA: 19 / 21 at 8 x 12 x 512 x 64, 85 / 79
     at 4 x 12 x 2048 x 64, 87 / 69 at head dim 80, 104 / 86 at 128 and 61 / 36 at 256; by the Hopper
-    kernel 944 / 1024 at 16 x 12 x 4096 x 64. fp32: 365 / 161 and 2486 / 920 for the first two;
-    with TF32, which SDPA does not use, block-wise attention takes 704 for twice the second's tiles.
+    kernel 944 / 1024 at 16 x 12 x 4096 x 64. fp32: 110 / 161 and 652 / 926 for the first two, then
+    635 / 654, 628 / 654 at 96, 946 / 901 and 301 / 302; with TF32, which SDPA does not use, 370 for
+    the second, 526 at 128 and 174 at 256.
 
     Args:
         q_shape: [batch, heads, q_len, head_dim]. k_shape: [batch, kv_heads, k_len, head_dim].
         value_dim: of v. dtype: of q, k and v. unit_strides: their last strides are 1.
         on_hopper: the block-wise kernel would be the one for Hopper.
     """
-    if dtype == torch.float32 and not _is_exact(dtype):
-        return False
     _, heads, q_len, head_dim = q_shape
+    if dtype == torch.float32 and (not _is_exact(dtype) or head_dim <= EXACT_CAUSAL_WINS):
+        return False
     fused = unit_strides and head_dim == value_dim and head_dim % 8 == 0
     if heads != k_shape[1]:
         fused = fused and dtype != torch.float32 and q_len == k_shape[2]

@@ -54,7 +54,8 @@ def table_on_hopper(monkeypatch):
         (masks.causal(), {"padding": True}, "block"),
         (masks.causal(lower_right=True), {}, "block"),
         (masks.sliding_window(120), {}, "block"),
-        (masks.sliding_window(120), {"dtype": SINGLE}, "sdpa"),
+        (masks.sliding_window(120), {"dtype": SINGLE}, "block"),
+        (masks.sliding_window(120), {"dtype": SINGLE, "head_dim": 136}, "sdpa"),
         (masks.sliding_window(4), {"dtype": SINGLE, "head_dim": 64, "length": 1024}, "block"),
         (masks.sliding_window(4), {"dtype": torch.float64, "head_dim": 64}, "sdpa"),
         (masks.sliding_window(120), {"dtype": SINGLE, "softcap": 2.0}, "block"),
@@ -66,8 +67,8 @@ def test_table(table_on_hopper, rule, facts, kernel):
 
 
 def test_table_takes_the_sparse_kernel_where_sdpa_would_need_too_much(table_on_hopper):
-    rule = masks.sliding_window(1000)
-    facts = {"dtype": SINGLE, "length": 4096}
+    rule = masks.sliding_window(3000)
+    facts = {"dtype": SINGLE, "length": 4096, "head_dim": 256}
     assert decide(problem(rule, **facts))[0] == "sdpa"
     long = replace(problem(rule, **facts), q_offset=0)
     assert unmeasured.MOST_DENSE == 2**28
@@ -84,8 +85,8 @@ def test_table_leaves_to_sdpa_what_it_has_a_fused_kernel_for(table_on_hopper):
     assert decide(plain)[0] == decide(replace(plain, k=shared, v=shared))[0] == "sdpa"
     for name in "qkv":
         assert decide(replace(plain, **{name: turned}))[0] == "block"
-    window = problem(masks.sliding_window(400), dtype=SINGLE, length=512)
-    single = replace(shared, dtype=SINGLE)
+    window = problem(masks.sliding_window(400), 256, 512, SINGLE)
+    single = TensorMeta((16, 4, 512, 256), (4 * 512 * 256, 512 * 256, 256, 1), SINGLE)
     assert decide(window)[0] == "sdpa"
     assert decide(replace(window, k=single, v=single))[0] == "block"
 
@@ -162,7 +163,9 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         (masks.dense(), {}, "dense"),
         (masks.dense(), {"softcap": 2.0}, "block"),
         (masks.causal(), {}, "causal"),
-        (masks.causal(), {"dtype": SINGLE}, "causal"),
+        (masks.causal(), {"dtype": SINGLE}, "block"),
+        (masks.causal(), {"dtype": SINGLE, "head_dim": 96}, "block"),
+        (masks.causal(), {"dtype": SINGLE, "head_dim": 104}, "causal"),
         (masks.causal(), {"head_dim": 128}, "causal"),
         (masks.causal(), {"lengths": (100, 300)}, "causal"),
         (masks.causal(), {"heads": (4, 2)}, "causal"),
@@ -183,13 +186,13 @@ WIDE, NARROW_WINDOW = masks.sliding_window(200), masks.sliding_window(5)
         # the dtype and the head dim decide
         (WIDE, {}, "block"),
         (WIDE, {"head_dim": 128}, "block"),
-        (WIDE, {"dtype": SINGLE}, "masked"),
-        (WIDE, {"dtype": SINGLE, "return_lse": True}, "block"),
-        (WIDE, {"dtype": SINGLE, "heads": (4, 2)}, "block"),
-        (WIDE, {"dtype": SINGLE, "softcap": 2.0}, "block"),
-        (NARROW_WINDOW, {"dtype": SINGLE}, "block"),
-        (NARROW_WINDOW, {"dtype": SINGLE, "head_dim": 128}, "masked"),
-        (masks.sliding_window(70), {"dtype": SINGLE, "heads": (4, 2)}, "block"),
+        (WIDE, {"dtype": SINGLE}, "block"),
+        (WIDE, {"dtype": SINGLE, "head_dim": 128}, "block"),
+        (WIDE, {"dtype": SINGLE, "head_dim": 136}, "masked"),
+        (WIDE, {"dtype": SINGLE, "head_dim": 256, "return_lse": True}, "block"),
+        (WIDE, {"dtype": SINGLE, "head_dim": 256, "heads": (4, 2)}, "block"),
+        (WIDE, {"dtype": SINGLE, "head_dim": 256, "softcap": 2.0}, "block"),
+        (masks.sliding_window(70), {"dtype": SINGLE, "head_dim": 256}, "block"),
         # no sparse kernel takes these
         (NARROW_WINDOW, {"dtype": DOUBLE}, "masked"),
         (NARROW_WINDOW, {"head_dim": 320}, "masked"),
@@ -220,7 +223,7 @@ def test_what_no_kernel_takes_is_refused_in_words(route, more):
 
 def test_a_mask_too_large_for_sdpa_stays_with_the_kernel(route, monkeypatch):
     monkeypatch.setattr(unmeasured, "MOST_DENSE", 300 * 300 - 1)
-    assert route(WIDE, dtype=SINGLE) == "block"
+    assert route(WIDE, head_dim=256, dtype=SINGLE) == "block"
     assert route(WIDE, dtype=DOUBLE) == "masked"
 
 
@@ -246,13 +249,13 @@ def test_calls_that_are_trained_stay_with_the_kernels(route, monkeypatch):
     monkeypatch.setattr(functional, "gradient_fragments", lambda *facts: None)
     assert route(masks.causal(), head_dim=128) == "block"
     assert route(masks.causal(), head_dim=320) == "causal"  # where there is one
-    assert route(masks.causal(), dtype=SINGLE) == "causal"  # and where it serves better
+    assert route(WIDE, head_dim=256, dtype=SINGLE) == "masked"  # and where it serves better
 
 
 def test_causal_masks_stay_with_tf32(route, monkeypatch):
     monkeypatch.setattr(limits, "tf32_allowed", lambda: True)
-    assert route(masks.causal(), dtype=SINGLE) == "block"
-    assert route(WIDE, dtype=SINGLE) == "block"
+    assert route(masks.causal(), head_dim=128, dtype=SINGLE) == "block"
+    assert route(WIDE, head_dim=256, dtype=SINGLE) == "block"
     assert route(masks.causal()) == "causal"
 
 
@@ -269,7 +272,7 @@ def test_a_dense_mask_is_kept_up_to_a_size(monkeypatch):
 
 def test_a_large_dense_mask_is_not_made_in_a_capture(route, monkeypatch):
     monkeypatch.setattr(dense_tensor, "MOST_KEPT", 300 * 300 - 1)
-    assert route(WIDE, dtype=SINGLE) == "masked"
+    assert route(WIDE, dtype=DOUBLE) == "masked"
     monkeypatch.setattr(BlockMask, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     mask = build_block_mask(WIDE, 300, 300, 64)
@@ -371,7 +374,7 @@ def test_gpu_a_dense_mask_of_fp32_is_made_once(sdpa_calls, monkeypatch):
     real = BlockMask.to_dense
     monkeypatch.setattr(BlockMask, "to_dense", lambda self: made.append(1) or real(self))
     rule = masks.sliding_window(149)  # of no other test
-    q, k, v = operands(300, 300, 64, dtype=SINGLE)
+    q, k, v = operands(300, 300, 256, dtype=SINGLE)
     for _ in range(3):
         out = sparse_attention(q, k, v, rule)
     assert len(sdpa_calls) == 3 and len(made) == 1

@@ -90,7 +90,7 @@ def test_configs_fit_the_device(head_dim, dtype, capability):
 
     offered = attention_blockwise.configs(head_dim, dtype, capability)
     assert offered and len(set(offered)) == len(offered)
-    width = sum(limits.product_widths(head_dim, capability))
+    width = sum(limits.product_widths(head_dim, capability, dtype.itemsize))
     for config in offered:
         used = limits.shared_memory_bytes(
             config.block_q, config.block_k, width, width, config.num_stages, dtype.itemsize

@@ -38,6 +38,12 @@ def pieces_on(target, head_dim, dtype, tile, few):
     ]
 
 
+def precision_on(target, dtype, width):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4" if target == GFX942 else None)
+        return limits.exact_products(width) if dtype == SINGLE else "ieee"
+
+
 def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), few=False, **changes):
     by_query, by_key = pieces_on(target, head_dim, dtype, tile, few)
     piece = by_query if kernel == "query" else by_key
@@ -54,7 +60,7 @@ def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), fe
         "BLOCK_DV": width,
         "GROUP": 1,
         "VEC": 4 if dtype == SINGLE else 8,
-        "PRECISION": "ieee",
+        "PRECISION": precision_on(target, dtype, width),
         "EVEN_K": True,
         "HAS_PADDING": False,
         "HAS_BIAS": False,
@@ -67,8 +73,9 @@ def compile_backward(kernel, target, head_dim, dtype, band=(), tile=(64, 64), fe
     own = {"HAS_GRAD_LSE": False, "STATS_M": by_key.block_q}
     values |= own if kernel == "query" else {"EVEN_Q": True}
     compiled = compile_kernel(
-        KERNELS[kernel], target, NAMES[dtype], values, piece.num_warps, piece.num_stages
-    )
+        KERNELS[kernel], target, NAMES[dtype], values, piece.num_warps, piece.num_stages,
+        piece.registers,
+    )  # fmt: skip
     return compiled, needs(compiled, target)
 
 

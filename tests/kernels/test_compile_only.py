@@ -21,8 +21,8 @@ from compiling import (
     offered_on,
 )
 from stof_compile.kernels import (
-    attention_blockwise,
     attention_rowwise,
+    block_tiles,
     blockwise_kernel,
     gather_kernel,
     limits,
@@ -116,7 +116,7 @@ def test_narrow_block_configs(target, kind):
     offered = offered_on(target, 64, HALF, narrow=True, **facts)
     loops = {}  # the deepest pipeline of each form
     for config in offered:
-        if config[:3] == attention_blockwise.NARROW:
+        if config[:3] == block_tiles.NARROW:
             loops.setdefault(config.loops, config)
     assert loops
     for config in loops.values():
@@ -202,6 +202,7 @@ def row_needs(target, head_dim, dtype, config, group, band=()):
         head_dim, config.block_q, config.block_k, GROUP=group, **band_flags(list(band))
     )
     values |= {
+        "PRECISION": limits.PRECISIONS[config.tf32],
         "TILES": config.tiles,
         "KV_SHARE": 1,
         "LANES": 1 if group == 1 else next_power_of_two(group),

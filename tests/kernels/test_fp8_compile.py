@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from compile_targets import FULL
 from compiling import assert_fits, compile_block, offered_on
-from stof_compile.kernels.attention_blockwise import NARROW, BlockConfig
+from stof_compile.kernels.attention_blockwise import BlockConfig
+from stof_compile.kernels.block_tiles import NARROW
 from stof_compile.kernels.problem import band_flags, score_constants
 
 pytestmark = pytest.mark.compile_only

@@ -326,8 +326,10 @@ def test_cases_on_a_gpu(case):
 def compiled(target, head_dim, dtype, config, **changes):
     from compiling import NAMES, attention_constants, compile_kernel
     from stof_compile.kernels.gather_kernel import attention_gather_kernel
+    from stof_compile.kernels.limits import PRECISIONS
 
     constants = attention_constants(head_dim, *config[:2], EVEN_Q=True) | changes
+    constants["PRECISION"] = PRECISIONS[config.tf32]
     names = attention_gather_kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     return compile_kernel(
