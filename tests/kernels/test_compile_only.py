@@ -98,7 +98,8 @@ def test_every_offered_block_config(target, head_dim, kind):
     [
         (80, 256, HALF), (90, 256, HALF), (90, 192, HALF), (100, 192, HALF), (86, 64, HALF),
         (86, 128, HALF), (86, 256, HALF),
-        (80, 64, SINGLE), (80, 256, SINGLE), (90, 64, SINGLE), (90, 128, SINGLE), (100, 128, SINGLE),
+        (80, 64, SINGLE), (80, 256, SINGLE), (90, 64, SINGLE), (90, 128, SINGLE),
+        (100, 128, SINGLE),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["lists", "band"])
