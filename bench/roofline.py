@@ -78,10 +78,9 @@ class Ceilings:
         Where it was measured in half precision, that of fp32 is a sixth: a product is three of TF32
         numbers, which tensor cores multiply at half the rate.
         """
-        measured = self.attention_tflops.get(str(head_dim))
-        if measured is None:
-            return self.matmul_tflops * 1e12
-        return measured * 1e12 / (6 if dtype == "float32" else 1)
+        rate = self.attention_tflops.get(str(head_dim), self.matmul_tflops) * 1e12
+        in_half = bool(self.attention_tflops)  # on a CPU products are fp32
+        return rate / 6 if in_half and dtype == "float32" else rate
 
     def floor_us(self, cell: Cell, fraction: float) -> float:
         """Least microseconds of a kernel that works on ``fraction`` of the elements."""

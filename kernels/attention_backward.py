@@ -72,9 +72,9 @@ def pieces(
         few: the rows have less than ``FEW_TILES`` tiles on average.
 
     Those of Hopper for fp16 and bf16 and head dims up to 128 are the fastest measured (see
-    docs/kernels.md), and those for fp32 there the fastest that do not spill. The others were not
-    measured: the largest that tests/kernels/test_backward_compile.py compiles without spills and
-    within the shared memory.
+    docs/kernels.md), and those for fp32 there the fastest that do not spill at the head dims that
+    are compiled. The others were not measured: the largest that
+    tests/kernels/test_backward_compile.py compiles without spills and within the shared memory.
     """
     width = next_power_of_two(max(head_dim, value_dim))
     hip = torch.version.hip is not None

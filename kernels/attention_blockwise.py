@@ -128,7 +128,7 @@ def configs(
     narrow = narrow and not few and itemsize <= 2
     tiles = block_tiles(*operands, tallest=tallest, few=few, narrow=narrow)
     narrow = narrow and NARROW in tiles
-    depths = (2,) if itemsize == 4 else (2, 3)
+    depths = (2,) if itemsize == 4 and torch.version.hip is None else (2, 3)
     problem = ("block", head_dim, itemsize, capability)
     loops = _loops(has_part, has_full, is_band, capability)
     found: list[BlockConfig] = []

@@ -33,7 +33,7 @@ _TILES_FEW_ROWS = ((16, 128, 4), (64, 64, 4), (16, 64, 2), (32, 64, 4))
 # fp32 on AMD GPUs runs on the ordinary units: small tiles, whose operands fit the registers.
 _TILES_FP32_HIP = ((32, 32, 4), (32, 32, 8), (64, 32, 8), (16, 16, 2), (16, 16, 4))
 # fp32 on CUDA, by the first number of the compute capability (8 for others) and the largest sum of
-# product widths. Eight warps take 128 rows: beside each other they are slow. More than these spill.
+# product widths. Eight warps take 128 rows: beside each other they are slow. Larger ones spill.
 _TILES_FP32: dict[int, dict[int, tuple[Tile, ...]]] = {
     9: {
         64: ((64, 64, 4), (128, 64, 8), (32, 64, 4)),

@@ -128,9 +128,10 @@ def shared_memory_bytes(
     What only Hopper and newer hold also has the scores, which warps beside each other may exchange.
     """
     operands = (block_q * block_d + stages * block_k * (block_d + block_dv)) * itemsize
-    if itemsize == 4 and block_q >= 64:  # and the parts of fp32 numbers that are multiplied
+    parts = itemsize == 4 and block_q >= 64 and torch.version.hip is None
+    if parts:  # of fp32 numbers, which are multiplied
         operands += block_k * (block_d + block_dv) * itemsize
-    if operands > _SHARED_BYTES[8, 0] or (itemsize == 4 and block_q >= 64):
+    if parts or operands > _SHARED_BYTES[8, 0]:
         operands += block_q * block_k * itemsize
     return operands + stages * (block_q * block_k // 8 + 16)
 

@@ -159,7 +159,8 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     pairs = half and capability[0] == 9 and problem.plain and 96 < widest <= 128
     pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
-    found = []
+    found: list[tuple[int, ...]] = []
+    changed: list[tuple[int, ...]] = []
     for config in attention_blockwise.configs(
         problem.head_dim,
         torch.float8_e4m3fn if problem.fp8 else problem.q.dtype,
@@ -179,9 +180,9 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         if config.block_q > TILE[0] and _tile_area(problem, tile) > LARGE_SHARE * most:
             continue
         fitting = honest_config(problem.block_mask(tile), config, planes)
-        if fitting[_LOOPS] == config.loops:
-            found.append(fitting)
-    return found
+        (found if fitting[_LOOPS] == config.loops else changed).append(fitting)
+    # where no form of a loop keeps what it promises, the one that is right for any mask
+    return found or list(dict.fromkeys(changed))
 
 
 def _cudnn_serves(problem: AttentionProblem) -> bool:

@@ -194,8 +194,7 @@ class AttentionProblem:
             else [self.bias.shape, self.bias.stride, str(self.bias.dtype)],
             # not True, as before the backward kernels: what was measured then has to be again
             "training": ("bias" if self.bias_grad else "kernels") if self.training else False,
-            # not False, as when fp32 numbers were multiplied by the ordinary units of a GPU
-            "tf32": self.allow_tf32 or ("three" if self._multiplies_by_parts else False),
+            "tf32": self._fp32_products if self._is_fp32_on_cuda else self.allow_tf32,
             "causal_only": self.causal_only,
             "unmasked": self.spec is None,
             "mask": self.statistics,
@@ -208,9 +207,15 @@ class AttentionProblem:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
-    def _multiplies_by_parts(self) -> bool:
-        """Whether fp32 products of the kernels are three of TF32 numbers."""
-        return self.device.type == "cuda" and self.q.dtype == torch.float32
+    def _is_fp32_on_cuda(self) -> bool:
+        on_cuda = self.device.type == "cuda" and torch.version.hip is None
+        return on_cuda and self.q.dtype == torch.float32
+
+    @property
+    def _fp32_products(self) -> str:
+        """Of TF32 numbers; not a truth value, as before there were three: what was measured then
+        has to be again."""
+        return "one" if self.allow_tf32 else "three"
 
     def describe(self) -> str:
         """Return one line for people: shape, dtype, density."""

@@ -9,8 +9,11 @@ import torch
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the sparse kernels on CUDA
 TRITON_MAX_HEAD_DIM = 256
 # Part of the tiles that may be touched before dense attention is the better guess: fp32 without
-# TF32 on CUDA, by the widest head dim; a single query on CUDA.
+# TF32 on CUDA, by the widest head dim; where gradients are wanted; by the ordinary units (AMD
+# GPUs: as measured on an H200 while it used them); a single query on CUDA.
 EXACT_WINS_BELOW = {128: 1.0, TRITON_MAX_HEAD_DIM: 0.8}
+EXACT_TRAINS_BELOW = {64: 0.9, 128: 0.5, TRITON_MAX_HEAD_DIM: 0.16}
+ORDINARY_WINS_BELOW = {64: 0.35, TRITON_MAX_HEAD_DIM: 0.16}
 EXACT_CAUSAL_WINS = 96  # the widest head dim where it is faster than SDPA's own causal kernel
 ROW_WINS_BELOW = 0.6
 MOST_DENSE = 2**28  # bytes of a dense mask that SDPA is given on CUDA, where a kernel serves
@@ -27,6 +30,7 @@ def default_kernel(
     return_lse: bool = False,
     grouped: bool = False,
     dense_bytes: int = 0,
+    training: bool = False,
 ) -> str:
     """Return the kernel that is taken: see `sparse_attention`.
 
@@ -59,6 +63,9 @@ def default_kernel(
         q_len: queries; a single one on CUDA takes the row-wise kernel.
         dtype: of q, k and v. head_dim: the widest. softcap, return_lse: what SDPA has not.
         grouped: heads share keys. dense_bytes: of the mask as a bool tensor.
+        training: gradients are wanted, from the sparse kernels or from SDPA. Both passes over every
+            tile in fp32, from the times of each kernel (docs/kernels.md): 6.1 ms and 5.9 at
+            4 x 12 x 2048 x 64, 12.8 and 7.1 at 2 x 16 x 2048 x 128.
 
     Returns:
         On CUDA "sdpa" for all that no sparse kernel takes, also with a softcap or a log-sum-exp.
@@ -72,7 +79,10 @@ def default_kernel(
     kernel, limit = ("row", ROW_WINS_BELOW) if q_len == 1 else ("block", 1.0)
     # heads that share keys: no fused kernel of SDPA takes them in fp32, the others hold all scores
     if kernel == "block" and _is_exact(dtype) and not grouped:
-        limit = next(part for width, part in EXACT_WINS_BELOW.items() if head_dim <= width)
+        limits = EXACT_TRAINS_BELOW if training else EXACT_WINS_BELOW
+        if not _by_parts():
+            limits = ORDINARY_WINS_BELOW
+        limit = next(part for width, part in limits.items() if head_dim <= width)
     needed = softcap > 0 or return_lse or dense_bytes > MOST_DENSE
     return kernel if needed or tile_density <= limit else "sdpa"
 
@@ -84,6 +94,13 @@ def _is_exact(dtype: torch.dtype) -> bool:
     from stof_compile.kernels.limits import tf32_allowed
 
     return not tf32_allowed()
+
+
+def _by_parts() -> bool:
+    """Whether products of fp32 numbers are three of TF32."""
+    from stof_compile.kernels.limits import exact_products
+
+    return exact_products() != "ieee"
 
 
 def kernels_take(dtype: torch.dtype, head_dim: int) -> bool:
@@ -115,7 +132,8 @@ def sdpa_takes_causal(
         on_hopper: the block-wise kernel would be the one for Hopper.
     """
     _, heads, q_len, head_dim = q_shape
-    if dtype == torch.float32 and (not _is_exact(dtype) or head_dim <= EXACT_CAUSAL_WINS):
+    sparse = not _is_exact(dtype) or (_by_parts() and head_dim <= EXACT_CAUSAL_WINS)
+    if dtype == torch.float32 and sparse:
         return False
     fused = unit_strides and head_dim == value_dim and head_dim % 8 == 0
     if heads != k_shape[1]:

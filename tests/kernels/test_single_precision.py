@@ -10,7 +10,12 @@ pytest.importorskip("triton")
 
 from attention_cases import Case, check, operands, rule_of
 from sanitize_case import on_gpu
-from stof_compile.kernels import attention_blockwise, attention_gather, limits
+from stof_compile.kernels import (
+    attention_backward,
+    attention_blockwise,
+    attention_gather,
+    limits,
+)
 from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
 from stof_compile.kernels.block_tiles import block_tiles
 
@@ -80,6 +85,59 @@ def test_gradients_are_told_of_one_product_only():
         said = [multiplies_in_tf32(kernel, config._replace(tf32=how)) for how in (0, 1, PARTS)]
         assert said == [False, True, False]
     assert not multiplies_in_tf32("block", BlockConfig()[:4])
+
+
+# -- what is launched ---------------------------------------------------------------------------
+
+
+class Launches:
+    """In place of a kernel: what it was launched with."""
+
+    def __init__(self):
+        self.named = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **named: self.named.append(named)
+
+
+def tensors_and_mask(head_dim, value_dim, block):
+    q, k = torch.randn(2, 1, 2, 200, head_dim).unbind()
+    v = torch.randn(1, 2, 200, value_dim)
+    return q, k, v, masks.build_block_mask(masks.sliding_window(40), 200, 200, block)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "widths"),
+    [(64, 40, (64, 0, 64, 0)), (72, 128, (64, 32, 64, 64)), (256, 64, (128, 128, 64, 0)),
+     (40, 136, (64, 0, 128, 32))],
+)  # fmt: skip
+@pytest.mark.parametrize("how", range(3))
+def test_the_launch_of_the_block_wise_kernel(head_dim, value_dim, widths, how, monkeypatch):
+    kernel = Launches()
+    monkeypatch.setattr(attention_blockwise, "launchable", lambda *asked: kernel)
+    q, k, v, mask = tensors_and_mask(head_dim, value_dim, (16, 32))
+    config = list(BlockConfig(16, 32, 2, 2, tf32=how))
+    attention_block_forward(q, k, v, mask.tensors, None, None, 0.1, 0.0, 0, [], config, False)
+    (named,) = kernel.named
+    assert tuple(named[n] for n in ("BLOCK_D", "TAIL_D", "BLOCK_DV", "TAIL_DV")) == widths
+    assert named["PRECISION"] == ("ieee", "tf32", "tf32x3")[how]
+
+
+@pytest.mark.parametrize(("width", "exact"), [(64, "tf32x3"), (128, "tf32x3"), (256, "ieee")])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_launches_of_the_gradients(width, exact, tf32, monkeypatch):
+    by_query, by_key = Launches(), Launches()
+    monkeypatch.setattr(attention_backward, "attention_backward_query_kernel", by_query)
+    monkeypatch.setattr(attention_backward, "attention_backward_key_kernel", by_key)
+    q, k, v, mask = tensors_and_mask(64, width, (64, 64))
+    lists = mask.key_lists
+    attention_backward.attention_backward_blockwise(
+        torch.randn_like(v), None, q, k, v, v, torch.zeros(1, 2, 200), mask.tensors, *lists, None,
+        None, 0.1, 0.0, 0, [], 64, 64, tf32,
+    )  # fmt: skip
+    for (named,) in (by_query.named, by_key.named):
+        assert named["PRECISION"] == ("tf32" if tf32 else exact)
+        assert named.get("maxnreg") == (255 if width <= 128 else None)
 
 
 # -- results ------------------------------------------------------------------------------------
