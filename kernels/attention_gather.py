@@ -61,7 +61,7 @@ _TILES = (
     (16, 32, 2),
 )
 _TILES_FP32 = ((32, 32, 8), (16, 32, 4), (16, 16, 2), (16, 16, 4))  # by the ordinary units
-# fp32 numbers as products of their parts, by the largest width of a head; none spills.
+# fp32 numbers as products of their parts, by the largest width of a head. None spills with 3.9.
 _TILES_PARTS = {
     64: ((16, 32, 2), (64, 32, 4), (32, 32, 4), (16, 64, 4)),
     128: ((16, 32, 2), (16, 64, 4), (16, 32, 4), (16, 16, 4)),
