@@ -16,9 +16,9 @@ from .block_tiles import FEW_PROGRAMS, LEAST_SUM, NARROW, block_tiles, padded_wi
 from .blockwise_kernel import attention_block_kernel
 from .bound_launch import Repeat
 from .limits import (
-    PRECISIONS,
     fp32_precision,
     product_widths,
+    products_of,
     shared_memory_bytes,
     shared_memory_limit,
     without_spills,
@@ -302,7 +302,7 @@ def attention_block_forward(
             FP8=rounded is not None,
             GROUP=p.group,
             VEC=p.vec,
-            PRECISION=PRECISIONS[how.tf32],
+            PRECISION=products_of(how.tf32),
             EVEN_Q=p.q_len % how.block_q == 0,
             EVEN_K=p.k_len % how.block_k == 0,
             HAS_PADDING=p.key_keep is not None,

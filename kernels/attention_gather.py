@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .gather_kernel import attention_gather_kernel
 from .limits import (
-    PRECISIONS,
     exact_products,
     fits_registers,
     fp32_precision,
+    products_of,
     shared_memory_bytes,
     shared_memory_limit,
     without_spills,
@@ -167,7 +167,7 @@ def attention_gather_forward(
             BLOCK_DV=next_power_of_two(p.value_dim),
             GROUP=p.group,
             VEC=p.vec,
-            PRECISION=PRECISIONS[how.tf32],
+            PRECISION=products_of(how.tf32),
             EVEN_Q=p.q_len % how.block_q == 0,
             HAS_PADDING=p.key_keep is not None,
             HAS_BIAS=p.bias is not None,

@@ -228,6 +228,17 @@ def fp32_precision(dtype: torch.dtype, width: int = 0) -> int:
     return PRECISIONS.index("tf32" if tf32_allowed() else exact_products(width))
 
 
+def products_of(tf32: int) -> str:
+    """How fp32 numbers are multiplied, for Triton, by a config's field ``tf32``.
+
+    Raises:
+        ValueError: it has no such value.
+    """
+    if not 0 <= tf32 < len(PRECISIONS):
+        raise ValueError(f"attention config: tf32 must be 0 to {len(PRECISIONS) - 1}, not {tf32}")
+    return PRECISIONS[tf32]
+
+
 def tf32_allowed() -> bool:
     """Whether the user lets fp32 matrix products of torch use TF32."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -75,6 +75,30 @@ def operands(case):
     )
 
 
+def offset_of(case):
+    return case.k_len - case.q_len if case.q_offset is None else case.q_offset
+
+
+def stored_mask(case):
+    return masks.build_block_mask(
+        rule_of(case), case.q_len, case.k_len, case.block, q_offset=offset_of(case),
+        batch=case.batch, heads=case.heads,
+    )  # fmt: skip
+
+
+def gather(packed, q, k, v, arrays, key_keep, bias, scale, softcap, offset, band, config, lse):
+    """The gathering kernel with the arguments of the others, for ``check``.
+
+    Args:
+        packed: of the same mask as ``arrays``.
+    """
+    from stof_compile.kernels.attention_gather import attention_gather_forward
+
+    return attention_gather_forward(
+        q, k, v, arrays, packed, key_keep, bias, scale, softcap, config, lse
+    )
+
+
 FP8_LSE_ERROR = 0.0607
 """Of a log-sum-exp over weights rounded to e4m3: log(1 + 2 ** -4)."""
 
@@ -86,11 +110,8 @@ def check(launch, config, case, fp8=False):
         fp8: ``launch`` rounds q, k and v to e4m3; its result is compared with fp64 on those.
     """
     q, k, v = operands(case)
-    offset = case.k_len - case.q_len if case.q_offset is None else case.q_offset
-    stored = masks.build_block_mask(
-        rule_of(case), case.q_len, case.k_len, case.block, q_offset=offset, batch=case.batch,
-        heads=case.heads,
-    )  # fmt: skip
+    offset = offset_of(case)
+    stored = stored_mask(case)
     band = []
     if case.band:
         assert stored.band is not None

@@ -74,13 +74,12 @@ def _row(case):
 
 def _gather(case, config=None):
     import attention_cases
-    import test_gather
     from stof_compile.kernels.attention_gather import GatherConfig
 
     case = attention_cases.Case(**{"dtype": torch.float16, **case})
     config = GatherConfig(*case.block, 4, 3)._replace(**(config or {}))
-    packed = tuple(test_gather.stored(case).packed)
-    attention_cases.check(partial(on_gpu(test_gather.launch), packed), config, case)
+    packed = tuple(attention_cases.stored_mask(case).packed)
+    attention_cases.check(partial(on_gpu(attention_cases.gather), packed), config, case)
 
 
 def _fp8(case, config=None):

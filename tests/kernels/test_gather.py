@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import CASES, Case, check, check_training, rule_of
+from attention_cases import CASES, Case, check, check_training, gather, stored_mask
 from close import assert_close
 
 from stof_compile import masks
@@ -28,30 +28,13 @@ def scattered(length, every=7):
     return masks.from_tensor(keep)
 
 
-def launch(packed, q, k, v, arrays, key_keep, bias, scale, softcap, offset, band, config, lse):
-    """The kernel with the arguments of the others; ``packed`` is of the same mask as arrays."""
-    from stof_compile.kernels.attention_gather import attention_gather_forward
-
-    return attention_gather_forward(
-        q, k, v, arrays, packed, key_keep, bias, scale, softcap, config, lse
-    )
-
-
-def stored(case):
-    offset = case.k_len - case.q_len if case.q_offset is None else case.q_offset
-    return masks.build_block_mask(
-        rule_of(case), case.q_len, case.k_len, case.block, q_offset=offset, batch=case.batch,
-        heads=case.heads,
-    )  # fmt: skip
-
-
 # -- packing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("block", [(16, 16), (16, 64), (64, 32)])
 def test_packed_columns_hold_the_mask(case, block):
-    mask = stored(replace(case, block=block))
+    mask = stored_mask(replace(case, block=block))
     packed = mask.packed
     dense = torch.zeros(mask.planes, mask.rows * block[0], mask.cols * block[1], dtype=torch.bool)
     content = unpack(packed.pack_bitmap, *block)
@@ -108,7 +91,7 @@ def test_nothing_to_pack(lengths):
 def test_gather(case):
     from stof_compile.kernels.attention_gather import GatherConfig
 
-    check(partial(launch, stored(case).packed), GatherConfig(*case.block, 4, 2), case)
+    check(partial(gather, stored_mask(case).packed), GatherConfig(*case.block, 4, 2), case)
 
 
 @pytest.mark.interpreter
@@ -117,7 +100,7 @@ def test_gather_tiles(block):
     from stof_compile.kernels.attention_gather import GatherConfig
 
     case = replace(CASES["padding"], bias="-inf", softcap=2.0, block=block, q_len=70, k_len=150)
-    check(partial(launch, stored(case).packed), GatherConfig(*block, 4, 2, heads_fast=1), case)
+    check(partial(gather, stored_mask(case).packed), GatherConfig(*block, 4, 2, heads_fast=1), case)
 
 
 @pytest.mark.interpreter
@@ -143,9 +126,9 @@ def test_foreign_columns_are_refused():
     from stof_compile.kernels.attention_gather import GatherConfig, attention_gather_forward
 
     case = Case()
-    mask = stored(case)
+    mask = stored_mask(case)
     q, k, v = torch.randn(3, 1, 2, 57, 16)
-    other = stored(replace(case, block=(16, 32))).packed
+    other = stored_mask(replace(case, block=(16, 32))).packed
     with pytest.raises(ValueError, match="packed columns must be those of the mask"):
         attention_gather_forward(
             q[:, :, :33], k, v, mask.tensors, other, None, None, 1.0, 0.0, GatherConfig(16, 16),
@@ -317,7 +300,8 @@ def test_cases_on_a_gpu(case):
 
     block = (32, 32) if case.dtype == torch.float32 else (64, 64)
     case = replace(case, block=block)
-    check(partial(on_gpu(launch), tuple(stored(case).packed)), GatherConfig(*block, 4, 2), case)
+    packed = tuple(stored_mask(case).packed)
+    check(partial(on_gpu(gather), packed), GatherConfig(*block, 4, 2), case)
 
 
 # -- compiled -------------------------------------------------------------------------------------

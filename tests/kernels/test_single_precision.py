@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import Case, check, operands, rule_of
+from attention_cases import Case, check, gather, operands, rule_of, stored_mask
 from sanitize_case import on_gpu
 from stof_compile.kernels import (
     attention_backward,
@@ -123,6 +123,12 @@ def test_the_launch_of_the_block_wise_kernel(head_dim, value_dim, widths, how, m
     assert named["PRECISION"] == ("ieee", "tf32", "tf32x3")[how]
 
 
+@pytest.mark.parametrize("how", [-1, 3])
+def test_a_way_that_there_is_not_is_refused(how):
+    with pytest.raises(ValueError, match=f"tf32 must be 0 to 2, not {how}"):
+        limits.products_of(how)
+
+
 @pytest.mark.parametrize(("width", "exact"), [(64, "tf32x3"), (128, "tf32x3"), (256, "ieee")])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_the_launches_of_the_gradients(width, exact, tf32, monkeypatch):
@@ -197,21 +203,7 @@ def test_gpu_every_gathering_config(head_dim):
     for config in attention_gather.configs(head_dim, SINGLE, torch.cuda.get_device_capability()):
         for name in ("ragged", "even", "all"):
             case = replace(CASES[name], head_dim=head_dim, value_dim=head_dim, block=config[:2])
-            check(partial(on_gpu(gather), tuple(stored(case).packed)), config, case)
-
-
-def gather(packed, q, k, v, arrays, key_keep, bias, scale, softcap, offset, band, *rest):
-    return attention_gather.attention_gather_forward(
-        q, k, v, arrays, packed, key_keep, bias, scale, softcap, *rest
-    )
-
-
-def stored(case):
-    offset = case.k_len - case.q_len if case.q_offset is None else case.q_offset
-    return masks.build_block_mask(
-        rule_of(case), case.q_len, case.k_len, case.block, q_offset=offset, batch=case.batch,
-        heads=case.heads,
-    )  # fmt: skip
+            check(partial(on_gpu(gather), tuple(stored_mask(case).packed)), config, case)
 
 
 def attend(q, k, v, how):
