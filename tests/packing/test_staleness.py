@@ -157,18 +157,21 @@ def test_a_check_takes_microseconds():
     guard = PackedWeights(slices)
     inputs = (*tensors, torch.randn(3))
 
-    def microseconds(call):
-        times = []
-        for _ in range(30):
+    def plain():
+        return [(t.data_ptr(), t._version) for t in tensors]
+
+    def check():
+        return guard.refresh(inputs)
+
+    assert check() == 0
+    least = {plain: float("inf"), check: float("inf")}
+    for _ in range(30):  # in turns: what else the host does meets both
+        for call in least:
             start = time.thread_time()
             for _ in range(100):
                 call()
-            times.append((time.thread_time() - start) / 100 * 1e6)
-        return min(times)
-
-    plain = microseconds(lambda: [(t.data_ptr(), t._version) for t in tensors])
-    assert guard.refresh(inputs) == 0
-    assert microseconds(lambda: guard.refresh(inputs)) < 2 * plain
+            least[call] = min(least[call], time.thread_time() - start)
+    assert least[check] < 2 * least[plain]
 
 
 @pytest.mark.parametrize("stepping", ["called", "compiled"])
