@@ -41,7 +41,7 @@ def default_out(args: argparse.Namespace) -> Path:
     if args.sweep:
         stem = f"sweep-{args.kernel}"
     if args.command == "e2e":
-        stem = f"e2e-{args.model.replace(',', '-')}"
+        stem = f"e2e-{args.model.replace(',', '-')}" + (f"-{args.dtype}" if args.dtype else "")
     if args.command in ("attention", "backward") and args.grid not in (None, "table2"):
         stem += f"-{args.grid}"
     return HERE / "results" / f"{stem}-{args.device}.csv"
@@ -90,7 +90,7 @@ def worker_command(args: argparse.Namespace, unit: str, gpu: int | None = None) 
     ]
     names = (
         "grid", "peers", "device", "out", "kernel", "axes", "model", "seed", "caches", "length",
-        "tune_budget", "dump_dir", "samples", "repeats", "turn_seconds",
+        "tune_budget", "dump_dir", "samples", "repeats", "turn_seconds", "dtype",
     )  # fmt: skip
     for name in names:
         value = getattr(args, name)

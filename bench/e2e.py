@@ -93,7 +93,8 @@ def run_e2e(args: argparse.Namespace, device: torch.device) -> None:
     ways = [w for w in chosen_ways(device, model, shape, args.peers) if w.name not in done]
     if not warming:
         turns.ready()
-    subject = make_subject(model, shape, device, store, args.seed, answer=not warming)
+    given = {"answer": not warming, "dtype": args.dtype}
+    subject = make_subject(model, shape, device, store, args.seed, **given)
     if warming:
         _warm(args, ways, subject)
     else:
@@ -245,11 +246,12 @@ def _facts(subject: Subject, device: torch.device, out: Path) -> dict[str, Any]:
     work = model_work(subject.model, cell.batch, subject.seq, keep, cell.torch_dtype)
     columns = cell.columns()
     kept = ("batch", "seq", "mask", "window", "global_tokens", "dtype")
+    ceilings = load_ceilings(Paths(out, out).ceilings, device)
     return {
         "cell": subject.shape,
         "model": subject.model,
         "density": float(keep.double().mean()),
-        "floor_us": load_ceilings(Paths(out, out).ceilings, device).model_floor_us(work),
+        "floor_us": ceilings.model_floor_us(work, cell.dtype),
         **{name: columns[name] for name in kept},
         **conditions(device),
         "transformers": version_of("transformers"),

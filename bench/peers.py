@@ -228,6 +228,11 @@ def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
         tuned += [("b128{}-contiguous", 128, {"BLOCKS_ARE_CONTIGUOUS": True})]
     if cell.seq <= 1024:
         tuned += [("b32{}", 32, {"BLOCK_M": 32, "BLOCK_N": 32})]
+    if cell.dtype == "float32":  # twice the bytes and registers: smaller tiles
+        tuned += [
+            ("b64-n32{}", 64, {"BLOCK_M": 64, "BLOCK_N": 32}),
+            ("b64-m32{}", 64, {"BLOCK_M": 32, "BLOCK_N": 32}),
+        ]
     if cell.mask not in SAFE_MASKS:
         return [(name.format(""), block, options) for name, block, options in tuned]
     safe = [(name.format("-safe"), block, options | SAFE) for name, block, options in tuned]

@@ -79,20 +79,24 @@ class Ceilings:
         numbers, which tensor cores multiply at half the rate.
         """
         rate = self.attention_tflops.get(str(head_dim), self.matmul_tflops) * 1e12
-        in_half = bool(self.attention_tflops)  # on a CPU products are fp32
-        return rate / 6 if in_half and dtype == "float32" else rate
+        return rate / self._slower(dtype)
 
     def floor_us(self, cell: Cell, fraction: float) -> float:
         """Least microseconds of a kernel that works on ``fraction`` of the elements."""
         rate = self.rate(cell.head_dim, cell.dtype)
         return self._attention_us(cell.moved_bytes, fraction * cell.dense_flop, rate)
 
-    def model_floor_us(self, work: ModelWork) -> float:
+    def _slower(self, dtype: str) -> int:
+        """How many times as long products of a dtype take as those that were measured, which are in
+        half precision on CUDA and fp32 on a CPU."""
+        return 6 if self.attention_tflops and dtype == "float32" else 1
+
+    def model_floor_us(self, work: ModelWork, dtype: str = "float16") -> float:
         """Least microseconds of a whole model: products plus attention, or reading its weights."""
-        products = 1e6 * work.product_flop / (self.matmul_tflops * 1e12)
+        products = 1e6 * work.product_flop / (self.matmul_tflops * 1e12 / self._slower(dtype))
         attention = sum(
             layer.count
-            * self._attention_us(layer.moved_bytes, layer.flop, self.rate(layer.head_dim))
+            * self._attention_us(layer.moved_bytes, layer.flop, self.rate(layer.head_dim, dtype))
             for layer in work.attention
         )
         return max(products + attention, 1e6 * work.weight_bytes / (self.copy_tb_s * 1e12))

@@ -141,6 +141,11 @@ def parser() -> argparse.ArgumentParser:
         "default %(default)d",
     )
     parsed.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="e2e: of the models; default float16 on cuda, float32 on cpu",
+    )
+    parsed.add_argument(
         "--turn-seconds",
         type=float,
         help="e2e: seconds of calls in turns for each way, at least five rounds; default 4 on "

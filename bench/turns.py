@@ -181,7 +181,7 @@ def start(args: argparse.Namespace, way: Way, there: Connection) -> Callable[[],
         What waits for its end, which comes when the connection is closed; it returns the exit code.
     """
     command = [sys.executable, str(Path(__file__).with_name("run.py")), args.command]
-    for name in ("device", "model", "seed", "out", "tune_budget", "caches", "dump_dir"):
+    for name in ("device", "model", "seed", "out", "tune_budget", "caches", "dump_dir", "dtype"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     command += [*(["--smoke"] if args.smoke else []), "--worker", f"{args.worker}/{way.name}"]
@@ -202,7 +202,8 @@ def serve(args: argparse.Namespace, way: Way, connection: Connection) -> None:
     with connection:
         try:
             device = torch.device(args.device)
-            subject = make_subject(model, shape, device, store, args.seed, answer=False)
+            given = {"answer": False, "dtype": args.dtype}
+            subject = make_subject(model, shape, device, store, args.seed, **given)
             timing.synchronize(device)
             connection.send({})
             connection.recv()

@@ -102,8 +102,12 @@ def asked(way: Way, args: argparse.Namespace) -> Way:
     return replace(way, options=options)
 
 
-def model_cell(model: str, shape: str, device: torch.device) -> Cell:
-    """The attention problem inside the model; its length is what attention sees."""
+def model_cell(model: str, shape: str, device: torch.device, dtype: str | None = None) -> Cell:
+    """The attention problem inside the model; its length is what attention sees.
+
+    Args:
+        dtype: of the model; None is fp16 on CUDA and fp32 on a CPU.
+    """
     batch, seq = (int(n) for n in shape.split("x"))
     layers = zoo.attention_layers(model)[0]
     return table2_cell(
@@ -112,7 +116,7 @@ def model_cell(model: str, shape: str, device: torch.device) -> Cell:
         "bigbird",
         heads=layers.heads,
         head_dim=layers.head_dim,
-        dtype="float16" if device.type == "cuda" else "float32",
+        dtype=dtype or ("float16" if device.type == "cuda" else "float32"),
     )
 
 
@@ -131,10 +135,17 @@ class Subject:
 
 
 def make_subject(
-    model: str, shape: str, device: torch.device, store: Path, seed: int, *, answer: bool
+    model: str,
+    shape: str,
+    device: torch.device,
+    store: Path,
+    seed: int,
+    *,
+    answer: bool,
+    dtype: str | None = None,
 ) -> Subject:
     """Mask, inputs and, with ``answer``, the fp64 answer of a cell ``BxS``."""
-    cell, seq = model_cell(model, shape, device), int(shape.split("x")[1])
+    cell, seq = model_cell(model, shape, device, dtype), int(shape.split("x")[1])
     setup = Setup(cell, device, dense_mask(cell, device), store)
     drawn = [
         zoo.make_inputs(model, cell.batch, seq, seed + i, cell.torch_dtype, device)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .limits import tf32_allowed
+from .limits import PRECISIONS, fp32_precision
 from .linear_epilogue import ACTIVATIONS
 from .operand_checks import require
 
@@ -57,7 +57,7 @@ def ensure_scratch_allocator() -> None:
 
 def precision_of(x: Tensor) -> str:
     """``input_precision`` of the products: exact unless the user lets fp32 use TF32."""
-    return "tf32" if x.dtype == torch.float32 and tf32_allowed() else "ieee"
+    return PRECISIONS[fp32_precision(x.dtype)]
 
 
 def processors(x: Tensor) -> int:

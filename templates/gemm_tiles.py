@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import ceil, log2
 
 import torch
+from stof_compile.kernels.limits import exact_products
 from stof_compile.templates.space import Config, ConfigSpace, Value
 
 from stof_compile.device import DeviceFacts
@@ -26,8 +27,11 @@ _CLOCK_GHZ = 1.7
 # Multiplications and additions of a multiprocessor in a clock, 16-bit operands and fp32 sums.
 _MATRIX_RATE = {8: 1024, 9: 4096, 10: 8192, 12: 1024}
 _MATRIX_RATE_SM80 = 2048
-_VECTOR_RATE = 256  # exact fp32 products run on the ordinary units
+_VECTOR_RATE = 256  # of the ordinary units, which multiply fp32 numbers
+_IN_PARTS = 6  # an exact fp32 product is three of TF32 numbers, each at half the rate
 _REACHED = 0.75  # of the rates, by a loop that waits for nothing
+_REACHED_IN_PARTS = 0.55
+_WIDE_IN_PARTS = 1.09  # a tile wider than high: the parts of its weight go through shared memory
 # Warp-level products reach less on GPUs made for those of warp groups.
 _REACHED_WARP_LEVEL = 0.45
 _L2_BYTES_ALONE, _L2_BYTES_SHARED = 64.0, 36.0  # a clock and multiprocessor: one reads, all do
@@ -36,6 +40,8 @@ _TILE_US = 1.2  # before the first product and after the last
 _NEXT_TILE_US = 0.25  # of that, what persistent programs cannot overlap
 _HAND_OVER_US = 1.2  # from the last partial sums to the program that adds them
 _REGISTERS = 65536
+# Sums and parts of fp32 operands of a thread, of warp-level and of warp-group products.
+_MOST_IN_PARTS = 112, 160
 _MAX_THREADS = 2048
 _STEP_US = 0.02  # a step of the loop: barriers and addresses
 _FEW_ROWS = 512
@@ -64,7 +70,7 @@ class Product:
 
     @property
     def exact_fp32(self) -> bool:
-        """Whether the products must not use the matrix units."""
+        """Whether fp32 numbers must not be rounded to TF32."""
         return self.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
@@ -167,20 +173,27 @@ def shared_bytes(tile: Tile, product: Product, device: DeviceFacts) -> int:
     """
     size = product.dtype.itemsize
     stage = (tile.block_m + product.sums * tile.block_n) * tile.block_k * size
-    buffers = tile.num_stages if _group_products(tile, product, device) else tile.num_stages - 1
+    group = _group_products(tile, product, device)
+    parts = 0  # of a weight's tile, which the matrix units read
+    if group and _in_parts(product, device):
+        parts = 2 * product.sums * tile.block_n * tile.block_k * size
+    buffers = tile.num_stages if group and not parts else tile.num_stages - 1
     buffers = max(1, buffers)
     way_out = tile.block_m * tile.block_n * size
     if tile.split_k > 1:
         way_out = tile.block_m * tile.block_n * 4
     if tile.persistent:
         return buffers * stage + way_out // (2 if way_out >= 128 * 128 * size else 1) + 256
-    return max(buffers * stage + 64, way_out + 64)
+    return max(buffers * stage + parts + 64, way_out + 64)
 
 
 def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
     """Registers of a thread, an upper estimate."""
     threads = 32 * tile.num_warps
     sums = product.sums * tile.block_m * tile.block_n // threads
+    if _in_parts(product, device):
+        group = _group_products(tile, product, device)
+        return min(255, 2 * _held_in_parts(tile, product, group) + (32 if group else 80))
     if product.exact_fp32:
         return 3 * sums + 48
     if _group_products(tile, product, device):
@@ -191,6 +204,11 @@ def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
 
 def _register_refusal(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     """Why registers would spill; the rules beside the count are what compiling has shown."""
+    if _in_parts(product, device):
+        group = _group_products(tile, product, device)
+        held, most = _held_in_parts(tile, product, group), _MOST_IN_PARTS[group]
+        if held > most:
+            return f"{held} sums and parts of operands a thread, more than {most} spill"
     registers = registers_of(tile, product, device)
     if registers > 255:
         return f"{registers} registers a thread, at most 255 exist"
@@ -239,6 +257,8 @@ def estimate_us(tile: Tile, product: Product, device: DeviceFacts) -> float:
     if tile.split_k > 1:  # every part is written; the last program of a tile reads the others
         part = tile.block_m * tile.block_n * 4 / rate / (_CLOCK_GHZ * 1000)
         total += _HAND_OVER_US + part * (each + tile.split_k - 1)
+    if _in_parts(product, device) and tile.block_n > tile.block_m:
+        total *= _WIDE_IN_PARTS
     if tile.tma:
         total *= 0.97  # no threads spent on addresses
     if product.m <= _FEW_ROWS and not product.exact_fp32:  # which is no wait for memory
@@ -252,6 +272,7 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
     """Combinations an expert would think of, before what fits and what is fast."""
     edges_m, edges_n, depths, warps, stages = _edges(product, device)
     copies = device.capability is not None and device.capability >= (9, 0)
+    parts = _in_parts(product, device)
     for sizes in itertools.product(edges_m, edges_n, depths, warps, stages):
         block_m, block_n, _, num_warps, _ = sizes
         # of a thread: enough to feed the matrix units, and what its registers hold
@@ -261,9 +282,15 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
         if num_warps > 4 and block_m * block_n < 4096:
             continue
         # flat tiles read much for what they compute, and spill a few bytes
-        if product.exact_fp32 and block_n > (4 if block_m == 16 else 2) * block_m:
+        if not parts and product.exact_fp32 and block_n > (4 if block_m == 16 else 2) * block_m:
             continue
         tile = Tile(*sizes)
+        # eight warps: over few rows they are slow, and Triton 3.6 has them read too far; without
+        # products of warp groups they spill beside many sums
+        group = _group_products(tile, product, device)
+        most = 64 if num_warps == 4 or group else 32
+        if parts and (sums > most or (num_warps > 4 and block_m <= 64)):
+            continue
         yield tile
         tiles = ceil(product.m / block_m) * ceil(product.n / block_n)
         for split in (2, 3, 4, 6, 8):
@@ -283,8 +310,10 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
 
 def _edges(product: Product, device: DeviceFacts) -> tuple[tuple[int, ...], ...]:
     """Values of block_m, block_n, block_k, num_warps and num_stages."""
+    depths: tuple[int, ...]
     if product.exact_fp32:
-        depths = (16, 32) if product.sums == 1 else (16,)  # of two products more would spill
+        deep = (16, 32, 64) if _in_parts(product, device) else (16, 32)
+        depths = deep if product.sums == 1 else (16,)  # of two products more would spill
         return (16, 32, 64, 128), (32, 64, 128), depths, (4, 8), (2, 3)
     if product.m <= _FEW_ROWS:
         return (16, 32, 64, 128), (32, 64, 128, 256), (64, 128, 256), (2, 4, 8), (3, 4, 5, 6)
@@ -304,15 +333,19 @@ def _expressible(tile: Tile, names: Sequence[str]) -> bool:
 
 def _rate(tile: Tile, product: Product, device: DeviceFacts) -> float:
     """Multiplications and additions a multiprocessor does for a tile in a clock."""
-    if product.exact_fp32:
+    parts = _in_parts(product, device)
+    if product.exact_fp32 and not parts:
         return _VECTOR_RATE * _REACHED
     capability = device.capability or (8, 0)
     rate = _MATRIX_RATE.get(capability[0], 1024)
     if capability == (8, 0):
         rate = _MATRIX_RATE_SM80
+    group = _group_products(tile, product, device)
+    if parts:
+        reached = _REACHED_IN_PARTS if group or capability[0] < 9 else _REACHED_WARP_LEVEL
+        return rate / _IN_PARTS * reached
     if product.dtype == torch.float32:
         rate //= 2
-    group = _group_products(tile, product, device)
     reached = _REACHED if group or capability[0] < 9 else _REACHED_WARP_LEVEL
     return rate * reached
 
@@ -324,8 +357,23 @@ def _group_products(tile: Tile, product: Product, device: DeviceFacts) -> bool:
         and device.capability[0] in (9, 10)
         and tile.block_m >= 64
         and tile.num_warps % 4 == 0
-        and not product.exact_fp32
+        and (not product.exact_fp32 or _in_parts(product, device))
     )
+
+
+def _in_parts(product: Product, device: DeviceFacts) -> bool:
+    """Whether a product is three of TF32 numbers: exact ones of fp32 on CUDA (``exact_products`` in
+    kernels/limits.py)."""
+    return product.exact_fp32 and device.capability is not None and exact_products() != "ieee"
+
+
+def _held_in_parts(tile: Tile, product: Product, group: bool) -> int:
+    """Sums of a thread and both parts of its operands; those of a warp group have the weight's in
+    shared memory."""
+    threads = 32 * tile.num_warps
+    sums = product.sums * tile.block_m * tile.block_n // threads
+    rows = tile.block_m + (0 if group else product.sums * tile.block_n)
+    return sums + 2 * rows * tile.block_k // threads
 
 
 def _resident(tile: Tile, product: Product, device: DeviceFacts) -> int:

@@ -226,7 +226,7 @@ def test_workers_side_by_side_share_no_gpu_core_or_cache(driver, tmp_path, monke
     assert [p["CUDA_VISIBLE_DEVICES"] for p in places] == ["4", "6"]
     assert [p[driver.CORES] for p in places] == ["2,5", "3,7"]
     names = "grid peers device kernel axes model seed length tune_budget dump_dir samples repeats"
-    names += " turn_seconds sweep smoke compile_together"
+    names += " turn_seconds dtype sweep smoke compile_together"
     args = given(tmp_path, **dict.fromkeys(names.split()))
     caches = [driver.worker_command(args, "cell", gpu) for gpu in (0, 1, None)]
     found = [command[command.index("--caches") + 1] for command in caches]

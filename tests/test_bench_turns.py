@@ -61,7 +61,7 @@ def test_a_way_that_fails_in_its_turn_leaves_the_others(bench_path, tmp_path, mo
         begun(name)
     args = Namespace(
         out=tmp_path / "rows.csv", worker="bert-tiny/1x100", device="cpu", seconds=None,
-        tune_budget=1.0, turn_seconds=None,
+        tune_budget=1.0, turn_seconds=None, dtype=None,
     )  # fmt: skip
     found = e2e._timed(args, held, "bert-tiny", e2e._Clock(args))
     assert [turn.way.name for turn in held] == ["compile-default", "stof-fusion"]
@@ -157,3 +157,22 @@ def test_the_detail_of_a_row_tells_the_seconds_of_the_steps_of_a_search(bench_pa
     record = Record(notes=[note], timings_s={"stof": 9.5, "attention": 1.25, "fusion": 8.0})
     assert scheme_texts([record]) == [note, "seconds: attention 1.2, fusion 8.0"]
     assert scheme_texts([Record(timings_s={"attention": 1.0})]) == []
+
+
+def test_the_process_of_a_way_is_told_what_its_cell_was(bench_path, monkeypatch):
+    import turns
+    from ways import Way
+
+    started = []
+    monkeypatch.setattr(turns.cell_process, "start", lambda line, *_, **__: started.append(line))
+    args = Namespace(
+        command="e2e", worker="bert-tiny/1x100", device="cpu", model="bert-tiny", seed=3, out="r",
+        tune_budget=1.0, caches="caches", dump_dir=None, dtype="bfloat16", smoke=False,
+    )  # fmt: skip
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        turns.start(args, Way("stof-default", "stof"), theirs)
+    (command,) = started
+    told = dict(zip(command[3::2], command[4::2], strict=True))
+    assert told["--dtype"] == "bfloat16" and told["--seed"] == "3"
+    assert told["--worker"] == "bert-tiny/1x100/stof-default" and "--dump-dir" not in told

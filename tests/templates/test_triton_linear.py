@@ -7,7 +7,16 @@ import pytest
 import torch
 from linear_recipes import SHAPES, SMALL, Writer, linear_recipe, sized
 from norm_recipes import HALF, INTERPRETED, SINGLE, machine
-from stof_compile.templates.gemm_tiles import Product, Tile, ranked_tiles, shared_bytes
+from stof_compile.kernels import limits
+from stof_compile.kernels.linear_problem import precision_of
+from stof_compile.templates.gemm_tiles import (
+    Product,
+    Tile,
+    _ranked,
+    estimate_us,
+    ranked_tiles,
+    shared_bytes,
+)
 from stof_compile.templates.triton_linear import DIMENSIONS, TritonLinear
 from template_checks import HOPPER, refusal_of
 
@@ -160,3 +169,46 @@ def test_schema_is_the_documented_one():
         "Tensor? factor, str activation, SymInt[] config) -> Tensor"
     )
     assert str(torch.ops.stof.fused_linear.default._schema) == wanted
+
+
+# -- exact fp32 -----------------------------------------------------------------------------------
+
+
+def exact_tiles(target, m=32768, n=2304, k=768):
+    return ranked_tiles(Product(m, n, k, SINGLE), machine(target))
+
+
+def test_exact_fp32_is_three_products_of_tf32_on_cuda_only(monkeypatch):
+    single, half = torch.empty(1), torch.empty(1, dtype=HALF)
+    assert precision_of(single) == "tf32x3"
+    assert precision_of(half) == "ieee"
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "tf32_allowed", lambda: True)
+        assert precision_of(single) == "tf32"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert precision_of(single) == "ieee"
+
+
+def test_exact_fp32_tiles_of_hopper_are_those_that_were_fast():
+    tiles = exact_tiles(90)
+    kinds = {(t.block_m, t.block_n, t.block_k, t.num_warps) for t in tiles}
+    assert {(128, 64, 32, 4), (64, 64, 32, 4), (64, 128, 32, 4)} <= kinds
+    # eight warps over few rows read past the shared memory with Triton 3.6
+    for target in (80, 86, 89, 90, 100):
+        assert all(t.num_warps == 4 or t.block_m > 64 for t in exact_tiles(target, 128, 768, 768))
+
+
+def test_the_ordinary_units_keep_their_tiles(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    _ranked.cache_clear()
+    tiles = exact_tiles(90)
+    _ranked.cache_clear()
+    assert tiles and all(t.block_k <= 32 for t in tiles)
+
+
+def test_an_estimate_of_exact_fp32_is_near_what_was_measured():
+    """us on an H200, which says little of other GPUs."""
+    for shape, measured in (((4096, 3072, 768), 247), ((32768, 2304, 768), 1385)):
+        best = exact_tiles(90, *shape)[0]
+        estimate = estimate_us(best, Product(*shape, SINGLE), machine(90))
+        assert 0.7 * measured < estimate < 1.4 * measured

@@ -55,6 +55,15 @@ def test_first_config_compiles(target, shape, dtype):
     assert_compiles(target, m, n, k, dtype, config, residual=True)
 
 
+@pytest.mark.parametrize("target", [80, 90])
+@pytest.mark.parametrize("shape", ["BERT 4096", "BERT 128 down"])
+def test_tiles_of_exact_fp32(target, shape):
+    m, n, k = SHAPES[shape]
+    recipe = sized(m, n, k, SINGLE)
+    for number, config in enumerate(TEMPLATE.space(recipe, machine(target)).configs()[3::16]):
+        assert_compiles(target, m, n, k, SINGLE, config, residual=True, kn=number == 1)
+
+
 @pytest.mark.parametrize(("target", "shape"), on_each_gpu(["BERT 128", "BERT 4096"], "BERT 128"))
 def test_marks_take_no_more_and_are_written(target, shape):
     m, n, k = SHAPES[shape]
