@@ -15,7 +15,6 @@ from functools import lru_cache
 from math import ceil, log2
 
 import torch
-from stof_compile.kernels.limits import exact_products
 from stof_compile.templates.space import Config, ConfigSpace, Value
 
 from stof_compile.device import DeviceFacts
@@ -362,9 +361,9 @@ def _group_products(tile: Tile, product: Product, device: DeviceFacts) -> bool:
 
 
 def _in_parts(product: Product, device: DeviceFacts) -> bool:
-    """Whether a product is three of TF32 numbers: exact ones of fp32 on CUDA (``exact_products`` in
-    kernels/limits.py)."""
-    return product.exact_fp32 and device.capability is not None and exact_products() != "ieee"
+    """Whether a product is three of TF32 numbers: exact ones of fp32 on CUDA, as ``exact_products``
+    in kernels/limits.py says."""
+    return product.exact_fp32 and device.arch.startswith("sm_")
 
 
 def _held_in_parts(tile: Tile, product: Product, group: bool) -> int:
