@@ -182,7 +182,7 @@ def shared_bytes(tile: Tile, product: Product, device: DeviceFacts) -> int:
     if tile.split_k > 1:
         way_out = tile.block_m * tile.block_n * 4
     if tile.persistent:
-        return buffers * stage + way_out // (2 if way_out >= 128 * 128 * size else 1) + 256
+        return buffers * stage + parts + way_out // (2 if way_out >= 128 * 128 * size else 1) + 256
     return max(buffers * stage + parts + 64, way_out + 64)
 
 
