@@ -41,6 +41,8 @@ _HAND_OVER_US = 1.2  # from the last partial sums to the program that adds them
 _REGISTERS = 65536
 # Sums and parts of fp32 operands of a thread, of warp-level and of warp-group products.
 _MOST_IN_PARTS = 112, 160
+# (generation, block_m, block_n, block_k, num_warps, num_stages) that spill nevertheless.
+_SPILLS_IN_PARTS = frozenset({(10, 128, 64, 32, 4, 2)})  # 4 bytes
 _MAX_THREADS = 2048
 _STEP_US = 0.02  # a step of the loop: barriers and addresses
 _FEW_ROWS = 512
@@ -204,10 +206,15 @@ def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
 def _register_refusal(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     """Why registers would spill; the rules beside the count are what compiling has shown."""
     if _in_parts(product, device):
+        if tile.num_warps > 4 and tile.block_m <= 64:
+            return "more than four warps over few rows, which Triton 3.6 has read too far, are slow"
         group = _group_products(tile, product, device)
         held, most = _held_in_parts(tile, product, group), _MOST_IN_PARTS[group]
         if held > most:
             return f"{held} sums and parts of operands a thread, more than {most} spill"
+        sizes = tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages
+        if device.capability and (device.capability[0], *sizes) in _SPILLS_IN_PARTS:
+            return "compiling has shown that it spills"
     registers = registers_of(tile, product, device)
     if registers > 255:
         return f"{registers} registers a thread, at most 255 exist"
@@ -284,11 +291,9 @@ def _offered(product: Product, device: DeviceFacts) -> Iterable[Tile]:
         if not parts and product.exact_fp32 and block_n > (4 if block_m == 16 else 2) * block_m:
             continue
         tile = Tile(*sizes)
-        # eight warps: over few rows they are slow, and Triton 3.6 has them read too far; without
-        # products of warp groups they spill beside many sums
+        # eight warps without products of warp groups spill beside many sums
         group = _group_products(tile, product, device)
-        most = 64 if num_warps == 4 or group else 32
-        if parts and (sums > most or (num_warps > 4 and block_m <= 64)):
+        if parts and sums > (64 if num_warps == 4 or group else 32):
             continue
         yield tile
         tiles = ceil(product.m / block_m) * ceil(product.n / block_n)
