@@ -58,7 +58,12 @@ def e2e_units(args: argparse.Namespace) -> list[tuple[str, int]]:
     """Cells with ways missing: (``model/BxS``, how many)."""
     device = torch.device(args.device)
     done: dict[str, set[str]] = {}
+    wanted = args.dtype or ("float16" if device.type == "cuda" else "float32")
     for row in read_rows(args.out):
+        if row["dtype"] != wanted:
+            raise SystemExit(
+                f"{args.out} has rows of {row['dtype']}, asked for is {wanted}: name another --out"
+            )
         done.setdefault(f"{row['model']}/{row['cell']}", set()).add(row["peer"])
     for row in settled_lines(args.out):
         done.setdefault(row["cell"], set()).add(row["peer"])

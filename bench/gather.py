@@ -25,6 +25,7 @@ TOLD_BY = {
     "tile_floor_us": "attention",
 }
 APART = ("long", "ablation")  # of whole models: rows of other cells, or of processes of their own
+DTYPES = ("float16", "bfloat16", "float32")  # as names of groups have them, where not the usual one
 # what names a row of a kind: of two files the newer row counts
 NAMED_BY = {
     "e2e": ("model", "cell", "peer"),
@@ -77,7 +78,8 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
 
     Attention has a group for each file, since a file is a grid. Whole models have one for long
     sequences, one for the ablation (files with one of ``APART`` in their name) and one for the
-    others; all else has one a device.
+    others, each once more for a dtype that is not the device's usual one; all else has one a
+    device.
     A row that two files have counts once, by its date.
     """
     held: dict[tuple[str, str, str], list[tuple[Path, Row]]] = {}
@@ -90,6 +92,8 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
                 base = path.stem.rsplit("-", 1)[0]
             elif kind == "e2e":
                 base = next((f"e2e-{word}" for word in APART if word in path.stem), base)
+                usual = "float16" if is_gpu(row["device"]) else "float32"
+                base += "" if row["dtype"] == usual else f"-{row['dtype']}"
             held.setdefault((kind, base, row["device"]), []).append((path, row))
     found: list[Group] = []
     for (kind, base, device), pairs in held.items():

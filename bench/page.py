@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tables
-from gather import APART, Group, csv_files, groups, is_gpu, kind_of
+from gather import APART, DTYPES, Group, csv_files, groups, is_gpu, kind_of
 from losses import all_losses, loss_lines, rows_text
 from plot import pictures_of
 from results import read_rows, say
@@ -79,7 +79,9 @@ SECTIONS = (
             "e2e --model bert-base --cells 1x4096,1x8192,1x16384", _is("e2e", "long"),
             tables.models_table),
     Section("Whole models (Figure 11)", "BigBird, random weights; ms.",
-            "e2e --model all", _is("e2e", without=APART), tables.models_table),
+            "e2e --model all", _is("e2e", without=(*APART, *DTYPES)), tables.models_table),
+    Section("Whole models in another dtype", "As above; fp32 without TF32; ms.",
+            "e2e --model all --dtype float32", _is("e2e", *DTYPES), tables.models_table),
     Section("Ablation (Figure 12)", "STOF with one half switched off, and with attention left to "
             "operator fusion; all ways of a cell in one process.",
             "e2e --model all --peers compile-default,stof-default,stof-attention,stof-fusion,"

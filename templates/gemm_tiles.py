@@ -207,7 +207,7 @@ def _register_refusal(tile: Tile, product: Product, device: DeviceFacts) -> str 
     """Why registers would spill; the rules beside the count are what compiling has shown."""
     if _in_parts(product, device):
         if tile.num_warps > 4 and tile.block_m <= 64:
-            return "more than four warps over few rows, which Triton 3.6 has read too far, are slow"
+            return "more than four warps over so few rows of fp32 have shown faults in attention"
         group = _group_products(tile, product, device)
         held, most = _held_in_parts(tile, product, group), _MOST_IN_PARTS[group]
         if held > most:

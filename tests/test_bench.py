@@ -254,6 +254,7 @@ def test_what_would_only_repeat_itself_is_not_run_again(driver, tmp_path):
     from results import log_event, settled_lines
 
     args = given(tmp_path, cells="1x128", device="cpu", smoke=False, model="t5-base", peers=None)
+    args.dtype = None
     where = (args.out, "t5-base/1x128")
     left = dict(e2e_units(args))["t5-base/1x128"]
     log_event(
@@ -263,6 +264,20 @@ def test_what_would_only_repeat_itself_is_not_run_again(driver, tmp_path):
     log_event(*where, "stof-default", "t5-base", "error", "InductorError: ours to mend")
     assert [row["peer"] for row in settled_lines(args.out)] == ["flex-default"]
     assert dict(e2e_units(args))["t5-base/1x128"] == left - 1
+
+
+def test_a_file_has_models_of_one_dtype(driver, tmp_path):
+    from e2e import FIELDS, e2e_units
+    from results import append_row
+
+    args = given(tmp_path, cells="1x128", device="cpu", smoke=False, model="t5-base", peers=None)
+    args.dtype = None
+    named = {"model": "t5-base", "cell": "1x128", "peer": "flex-default", "dtype": "float32"}
+    append_row(args.out, FIELDS, named)
+    assert len(e2e_units(args)) == 1
+    args.dtype = "bfloat16"
+    with pytest.raises(SystemExit, match="rows of float32, asked for is bfloat16"):
+        e2e_units(args)
 
 
 def test_only_what_will_be_timed_is_compiled_ahead(driver, tmp_path, monkeypatch):

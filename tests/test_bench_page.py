@@ -119,6 +119,10 @@ FILES = {
         model("stof-default", "100", "400"), model("stof-attention", "120", "400"),
     ],
     "e2e-older-cuda": [model("stof-default", "700", "900", date="2025-12-31T00:00Z")],
+    "e2e-gpt2-float32-cuda": [
+        model("compile-default", "2000", "2100", dtype="float32"),
+        model("stof-default", "1500", "1600", dtype="float32"),
+    ],
     "e2e-long-cuda": [model("compile-default", "9", "9"), model("stof-default", "1", "1")],
     "tuning-cuda": [{**MEASURED, "model": "gpt2", "cell": "1x128", **TUNED}],
     "overhead-cuda": [{**MEASURED, "model": "gpt2", "cell": "inductor-cold", **COMPILED}],
@@ -161,6 +165,7 @@ def test_every_kind_has_its_section(folder):
     assert "Every kind of table has rows." in text and "nan" not in text
     assert "* `attention-cuda.csv`: flex_flash, FA4 is not installed (1 lines)" in text
     assert "| gpt2 1x128 | 0.2000 | 0.1500 | 0.1000 | 2.00 | 1.50 | 0.75 |" in text  # newer row
+    assert "| gpt2 1x128 | 2.0000 | - | 1.5000 |" in text  # in fp32, which replaces no other row
     assert "attention only" in text and "| 1.67 |" in text  # of the ablation, 200 / 120
 
 
@@ -195,6 +200,7 @@ def test_the_devices_of_a_kind_are_told_apart(folder):
         write(folder / f"e2e-x{number}-cuda.csv", rows)
     held = {group.name: group.device for group in groups(folder) if group.kind == "e2e"}
     held.pop("e2e-long-cuda")
+    assert held.pop("e2e-float32-cuda") == "NVIDIA H200"
     assert held == {
         "e2e-cuda": "NVIDIA H200",
         "e2e-cuda_h100": "NVIDIA H100 80GB HBM3",

@@ -229,6 +229,12 @@ def test_first_config_compiles(target, m, dtype):
 
 
 @pytest.mark.compile_only
+def test_exact_fp32_is_three_products_of_tf32():
+    config = TEMPLATE.first(sized(128, 512, 256, SINGLE), machine(90))
+    assert recorded(128, 512, 256, SINGLE, config).arguments["PRECISION"] == "tf32x3"
+
+
+@pytest.mark.compile_only
 @pytest.mark.parametrize("m", [4096, 1000])
 def test_persistent_tiles_of_hopper(m):
     config = SMALL | {

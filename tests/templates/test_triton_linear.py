@@ -15,6 +15,7 @@ from stof_compile.templates.gemm_tiles import (
     estimate_us,
     ranked_tiles,
     shared_bytes,
+    unfit,
 )
 from stof_compile.templates.triton_linear import DIMENSIONS, TritonLinear
 from template_checks import HOPPER, refusal_of
@@ -209,3 +210,16 @@ def test_an_estimate_of_exact_fp32_is_near_what_was_measured():
         best = exact_tiles(90, *shape)[0]
         estimate = estimate_us(best, Product(*shape, SINGLE), machine(90))
         assert 0.7 * measured < estimate < 1.4 * measured
+
+
+def test_estimates_of_exact_fp32_are_those_that_compiling_found():
+    """Bytes of shared memory of sm_90, Triton 3.6 and 3.9; tiles that spill are refused."""
+    product, device = Product(4096, 768, 768, SINGLE), machine(90)
+    tile = Tile(64, 128, 32, 4, 2)
+    assert shared_bytes(tile, product, device) == 57344 + 64
+    assert shared_bytes(replace(tile, persistent=1), product, device) == 57344 + 32768 + 256
+    assert unfit(Tile(64, 64, 64, 4, 2), product, device) is None
+    assert "spill" in unfit(Tile(128, 64, 64, 4, 2), product, device)
+    assert "spill" in unfit(Tile(64, 128, 32, 4, 2), product, machine(80))
+    kinds = {(t.block_m, t.block_n, t.block_k) for t in ranked_tiles(product, device)}
+    assert (64, 64, 64) in kinds

@@ -237,6 +237,12 @@ def test_first_config_compiles(target, m, dtype):
 
 
 @pytest.mark.compile_only
+def test_exact_fp32_is_three_products_of_tf32():
+    launch = recorded(128, 96, 256, 64, SINGLE, SMALL)
+    assert launch.arguments["PRECISION"] == "tf32x3"
+
+
+@pytest.mark.compile_only
 def test_other_forms_compile():
     config = SMALL | {
         "block_m": 64, "block_h": 64, "block_n": 64, "block_k": 64, "num_warps": 4,

@@ -91,6 +91,11 @@ def test_persistent_tiles_of_hopper(form, m):
     assert found.registers <= 255
 
 
+def test_exact_fp32_is_three_products_of_tf32():
+    config = TEMPLATE.first(sized(128, 768, 768, SINGLE), HOPPER)
+    assert recorded(128, 768, 768, SINGLE, config).arguments["PRECISION"] == "tf32x3"
+
+
 def test_loads_and_products_of_hopper_overlap():
     config = TEMPLATE.first(sized(32768, 3072, 768), HOPPER)
     text = compile_launch(recorded(32768, 3072, 768, HALF, config), 90).asm["ttgir"]

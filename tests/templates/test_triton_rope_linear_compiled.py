@@ -111,3 +111,8 @@ def test_torch_sees_that_only_the_results_are_written(change):
     extra = {"parts", "flags"} if "split_k" in change else set()
     launch = recorded(100, 64, HALF, SMALL | base | change, bias=True, period=50)
     assert written_tensors(launch) == {"out"} | extra
+
+
+def test_exact_fp32_is_three_products_of_tf32():
+    config = space(90, 128, 64, SINGLE)[0]
+    assert recorded(128, 64, SINGLE, config).arguments["PRECISION"] == "tf32x3"
