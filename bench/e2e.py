@@ -31,7 +31,7 @@ import turns
 from attention import Paths
 from machine import conditions, version_of
 from models import model_names, model_work
-from results import append_row, log_event, read_rows, say, settled_lines
+from results import append_row, log_event, read_rows, say, settled_lines, usual_dtype
 from roofline import load_ceilings
 from torch import Tensor
 from ways import Subject, Way, asked, chosen_ways, compile_model, make_subject
@@ -58,7 +58,7 @@ def e2e_units(args: argparse.Namespace) -> list[tuple[str, int]]:
     """Cells with ways missing: (``model/BxS``, how many)."""
     device = torch.device(args.device)
     done: dict[str, set[str]] = {}
-    wanted = args.dtype or ("float16" if device.type == "cuda" else "float32")
+    wanted = args.dtype or usual_dtype(device.type == "cuda")
     for row in read_rows(args.out):
         if row["dtype"] != wanted:
             raise SystemExit(

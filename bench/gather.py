@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from results import read_rows
+from results import read_rows, usual_dtype
 from stats import Row
 
 # columns that only one kind of file has; the first that is there tells
@@ -92,7 +92,7 @@ def groups(folder: Path, only: Sequence[Path] | None = None) -> list[Group]:
                 base = path.stem.rsplit("-", 1)[0]
             elif kind == "e2e":
                 base = next((f"e2e-{word}" for word in APART if word in path.stem), base)
-                usual = "float16" if is_gpu(row["device"]) else "float32"
+                usual = usual_dtype(is_gpu(row["device"]))
                 base += "" if row["dtype"] == usual else f"-{row['dtype']}"
             held.setdefault((kind, base, row["device"]), []).append((path, row))
     found: list[Group] = []

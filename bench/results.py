@@ -17,6 +17,11 @@ PROJECT = Path(__file__).resolve().parent.parent
 LOG_FIELDS = ("cell", "peer", "variant", "kind", "reason")
 
 
+def usual_dtype(on_gpu: bool) -> str:
+    """Dtype of whole models where none is asked for."""
+    return "float16" if on_gpu else "float32"
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
     """All rows of a CSV; empty when there is none."""
     if not path.exists():

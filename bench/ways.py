@@ -12,6 +12,7 @@ import torch
 from cases import RANDOM_BLOCK, Cell, dense_mask, mask_spec, table2_cell
 from models import build_model, caller, flex_model, masked_model, roles
 from peers import M64, SAFE, Setup, split_block_mask
+from results import usual_dtype
 from torch import Tensor
 
 from stof_compile import zoo
@@ -106,7 +107,7 @@ def model_cell(model: str, shape: str, device: torch.device, dtype: str | None =
     """The attention problem inside the model; its length is what attention sees.
 
     Args:
-        dtype: of the model; None is fp16 on CUDA and fp32 on a CPU.
+        dtype: of the model; None is the device's usual one.
     """
     batch, seq = (int(n) for n in shape.split("x"))
     layers = zoo.attention_layers(model)[0]
@@ -116,7 +117,7 @@ def model_cell(model: str, shape: str, device: torch.device, dtype: str | None =
         "bigbird",
         heads=layers.heads,
         head_dim=layers.head_dim,
-        dtype=dtype or ("float16" if device.type == "cuda" else "float32"),
+        dtype=dtype or usual_dtype(device.type == "cuda"),
     )
 
 

@@ -56,8 +56,20 @@ def ensure_scratch_allocator() -> None:
 
 
 def precision_of(x: Tensor) -> str:
-    """``input_precision`` of the products: exact unless the user lets fp32 use TF32."""
-    return PRECISIONS[fp32_precision(x.dtype)]
+    """``input_precision`` of the products: exact unless the user lets fp32 use TF32, in three
+    products of TF32 numbers where these pay."""
+    precision = PRECISIONS[fp32_precision(x.dtype)]
+    there = x.is_cuda and torch.cuda.is_available()
+    if precision == "tf32x3" and there and not pays(torch.cuda.get_device_capability(x.device)):
+        return "ieee"
+    return precision
+
+
+def pays(capability: tuple[int, int]) -> bool:
+    """Whether three products of TF32 numbers take less time than one of fp32 numbers: tensor cores
+    of other GPUs than these multiply TF32 at most twice as fast as the ordinary units fp32.
+    """
+    return capability == (8, 0) or capability[0] in (9, 10)
 
 
 def processors(x: Tensor) -> int:

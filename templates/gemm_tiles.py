@@ -160,6 +160,8 @@ def unfit(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     steps = ceil(product.k / tile.block_k)
     if tile.split_k > 1 and ceil(steps / tile.split_k) * (tile.split_k - 1) >= steps:
         return f"{steps} steps along K leave one of {tile.split_k} parts without work"
+    if tile.num_warps > 4 and tile.block_m <= 64 and _in_parts(product, device):
+        return "more than four warps over so few rows of fp32 have shown faults in attention"
     shared = shared_bytes(tile, product, device)
     if shared > device.shared_memory_bytes:
         return f"{shared} bytes of shared memory, the device has {device.shared_memory_bytes}"
@@ -189,7 +191,7 @@ def shared_bytes(tile: Tile, product: Product, device: DeviceFacts) -> int:
 
 
 def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
-    """Registers of a thread, an upper estimate."""
+    """Registers of a thread, an upper estimate; 255 at most where ``_MOST_IN_PARTS`` decides."""
     threads = 32 * tile.num_warps
     sums = product.sums * tile.block_m * tile.block_n // threads
     if _in_parts(product, device):
@@ -206,8 +208,6 @@ def registers_of(tile: Tile, product: Product, device: DeviceFacts) -> int:
 def _register_refusal(tile: Tile, product: Product, device: DeviceFacts) -> str | None:
     """Why registers would spill; the rules beside the count are what compiling has shown."""
     if _in_parts(product, device):
-        if tile.num_warps > 4 and tile.block_m <= 64:
-            return "more than four warps over so few rows of fp32 have shown faults in attention"
         group = _group_products(tile, product, device)
         held, most = _held_in_parts(tile, product, group), _MOST_IN_PARTS[group]
         if held > most:
@@ -341,9 +341,7 @@ def _rate(tile: Tile, product: Product, device: DeviceFacts) -> float:
     if product.exact_fp32 and not parts:
         return _VECTOR_RATE * _REACHED
     capability = device.capability or (8, 0)
-    rate = _MATRIX_RATE.get(capability[0], 1024)
-    if capability == (8, 0):
-        rate = _MATRIX_RATE_SM80
+    rate = _matrix_rate(device)
     group = _group_products(tile, product, device)
     if parts:
         reached = _REACHED_IN_PARTS if group or capability[0] < 9 else _REACHED_WARP_LEVEL
@@ -352,6 +350,12 @@ def _rate(tile: Tile, product: Product, device: DeviceFacts) -> float:
         rate //= 2
     reached = _REACHED if group or capability[0] < 9 else _REACHED_WARP_LEVEL
     return rate * reached
+
+
+def _matrix_rate(device: DeviceFacts) -> int:
+    """Multiplications and additions a multiprocessor does in a clock, of 16-bit numbers."""
+    capability = device.capability or (8, 0)
+    return _MATRIX_RATE_SM80 if capability == (8, 0) else _MATRIX_RATE.get(capability[0], 1024)
 
 
 def _group_products(tile: Tile, product: Product, device: DeviceFacts) -> bool:
@@ -366,9 +370,10 @@ def _group_products(tile: Tile, product: Product, device: DeviceFacts) -> bool:
 
 
 def _in_parts(product: Product, device: DeviceFacts) -> bool:
-    """Whether a product is three of TF32 numbers: exact ones of fp32 on CUDA, as ``exact_products``
-    in kernels/limits.py says."""
-    return product.exact_fp32 and device.arch.startswith("sm_")
+    """Whether a product is three of TF32 numbers: exact ones of fp32 where these pay, as
+    ``precision_of`` in kernels/linear_problem.py says."""
+    pay = _matrix_rate(device) > _IN_PARTS * _VECTOR_RATE
+    return product.exact_fp32 and device.arch.startswith("sm_") and pay
 
 
 def _held_in_parts(tile: Tile, product: Product, group: bool) -> int:

@@ -124,8 +124,8 @@ def test_the_space_is_a_few_dozen_configs_that_fit(target, shape, dtype):
     for config in configs:
         assert tuple(config) == DIMENSIONS
         assert config["block_k"] <= config["block_h"]
-        # in fp32 more warps over few rows read past the shared memory with Triton 3.6
-        assert dtype == HALF or config["num_warps"] == 4
+        # three products by more warps over few rows are left out: caution, see docs/fusion.md
+        assert dtype == HALF or config["num_warps"] == 4 or target in (86, 89)
 
 
 # -- results in the interpreter -------------------------------------------------------------------
