@@ -9,7 +9,7 @@ from stof_compile.kernels.reference import attention_reference
 from stof_compile import masks, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import build_block_mask
-from stof_compile.masks.long_rows import row_pieces
+from stof_compile.masks.long_rows import MOST_PIECES, row_pieces
 
 SPLIT_CASES = {
     "global rows": Case(rule="longformer", band=True),
@@ -34,6 +34,16 @@ def test_block_in_pieces(case, loops, heavy_rows, pieces):
 
     fast = int(heavy_rows == 2)
     config = BlockConfig(*case.block, 4, 2, loops, fast, heavy_rows=heavy_rows, pieces=pieces)
+    check(attention_block_forward, config, case)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", ["global rows", "packed", "groups and planes"])
+def test_block_in_as_many_pieces_as_there_may_be(case):
+    from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward
+
+    case = SPLIT_CASES[case]
+    config = BlockConfig(*case.block, 4, 2, 5, 0, heavy_rows=99, pieces=MOST_PIECES)
     check(attention_block_forward, config, case)
 
 
