@@ -65,8 +65,9 @@ class BlockConfig(NamedTuple):
     prefetch: int = 0  # 1: read a column index one tile ahead
     tf32: int = 0  # how fp32 numbers are multiplied, by place in PRECISIONS
     # programs per multiprocessor of the Hopper kernel (attention_hopper.py), 0: the portable one;
-    # it needs 64 x 64 tiles (64 x 128: one program, tile rows two at a time) and fragments in place
-    # of the bitmap, and reads num_stages besides
+    # it needs 64 x 64 tiles (64 x 128: one program, tile rows two at a time; 192 x 64: one program
+    # of three consumers that share keys) and fragments in place of the bitmap, and reads
+    # num_stages besides
     hopper: int = 0
     # so many of the heaviest rows of every head come first (Hopper), and are cut into pieces
     heavy_rows: int = 0
@@ -97,6 +98,7 @@ def configs(
     plain: bool = False,
     narrow: bool = False,
     pairs: bool = False,
+    shared: bool = False,
     limits: bool = True,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
@@ -114,6 +116,7 @@ def configs(
         plain: no padding, no bias, no softcap, a positive scale: what the Hopper kernel takes.
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
         pairs: whether tiles of 128 keys hold little more.
+        shared: whether those of 192 rows do.
         limits: whether limits of registers hold: not for bands over lengths that are no multiple of
             a tile, see ``_limit``.
     """
@@ -163,8 +166,8 @@ def configs(
         head_dim, value_dim, dtype, capability, units, plain=plain
     ):
         return found
-    forms = hopper_forms(head_dim, pairs)
-    groups = [BlockConfig(64, keys, 4, stages, hopper=p) for keys, p, stages in forms]
+    forms = hopper_forms(head_dim, pairs=pairs, shared=shared)
+    groups = [BlockConfig(rows, keys, 4, stages, hopper=p) for rows, keys, p, stages in forms]
     return groups + found if units >= _HOPPER_FIRST_UNITS else found + groups
 
 

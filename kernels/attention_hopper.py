@@ -1,9 +1,10 @@
 """Block-wise attention on Hopper GPUs: when it can run, and how ``hopper_kernel.py`` is launched.
 
 The same function, mask storage and operator as ``attention_blockwise.py``; a ``BlockConfig`` with
-``hopper`` set chooses it. It takes tiles of 64 x 64, or of 64 x 128 two tile rows at a time
-(``hopper_pair_kernel.py``), and reads the mask of part tiles as fragments (``BlockMask.fragments``)
-in place of the bitmap.
+``hopper`` set chooses it. It takes tiles of 64 x 64, of 64 x 128 two tile rows at a time
+(``hopper_pair_kernel.py``), or of 192 queries that share 64 keys
+(``hopper_shared_kernel.py``), and reads the mask of part tiles as fragments
+(``BlockMask.fragments``) in place of the bitmap.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from .work_queue import new_queue
 
 TILE = 64
 PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
+SHARED_ROWS = 192  # of a tile, where three consumers share its keys
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
 # The compiler takes them from the producer warp and gives them to the consumers.
@@ -45,6 +47,14 @@ _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
 # multiprocessor to itself, and of its consumers.
 _PAIR_REGISTERS, _PAIR_CONSUMER = 168, 232
+
+
+# Of the program of three consumers that share keys (hopper_shared_kernel.py), which has 512 threads
+# and a multiprocessor to itself: tiles of keys and of values in flight, registers of a thread at
+# the start, then of consumers and of the producer.
+SHARED_KEYS, SHARED_VALUES = 4, 3
+SHARED_REGISTERS, SHARED_CONSUMER, SHARED_PRODUCER = 128, 152, 56
+_TILES = {128: (TILE, TILE), 256: (TILE, PAIR_KEYS), 384: (SHARED_ROWS, TILE)}  # by mask words
 # (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys)
 # by the width of a head.
 _FORMS = {64: ((4, 2),), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2), (3, 1))}
@@ -58,7 +68,7 @@ class _Known(NamedTuple):
     head_dim: int
     has_part: bool
     has_tail: bool
-    pairs: bool
+    whole: bool  # rows are never cut: a kernel without arguments for it
     pieces: tuple[int, ...]  # arguments of new_pieces behind q; empty where no row is cut
     merge: Repeat | None  # of their results
 
@@ -107,34 +117,46 @@ def hopper_refusal(
     return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
 
 
-def form_refusal(keys: int, programs: int, stages: int, head_dim: int) -> str | None:
+def form_refusal(tile: tuple[int, int], programs: int, stages: int, head_dim: int) -> str | None:
     """Why there is no form with these numbers, None where there is one.
 
     Args:
-        keys: of a tile. programs: per multiprocessor. stages: pairs of tiles in flight.
+        tile: its (rows, keys). programs: per multiprocessor. stages: pairs of tiles in flight.
     """
-    if keys not in (TILE, PAIR_KEYS):
-        return f"tiles have {TILE} or {PAIR_KEYS} keys, not {keys}"
-    sizes = [1] if keys == PAIR_KEYS else sorted(_REGISTERS)
+    name = "x".join(map(str, tile))
+    if tile not in _TILES.values():
+        known = ", ".join("x".join(map(str, one)) for one in sorted(_TILES.values()))
+        return f"tiles are one of {known}, not {name}"
+    sizes = sorted(_REGISTERS) if tile == (TILE, TILE) else [1]
     if programs not in sizes:
-        return f"with tiles of {keys} keys programs must be one of {sizes}, not {programs}"
+        return f"with tiles of {name} programs must be one of {sizes}, not {programs}"
     if stages < 1:
         return f"stages must be at least 1, not {stages}"
-    rings = (2, 4) if head_dim <= 64 else (2,)
-    if keys == PAIR_KEYS and stages not in rings:
-        return f"with tiles of {keys} keys stages must be one of {rings}, not {stages}"
+    rings: tuple[int, ...] = (2, 4) if head_dim <= 64 else (2,)
+    if tile[0] == SHARED_ROWS:
+        if head_dim <= 64:
+            return f"with tiles of {name} heads have over 64 dims, not {head_dim}"
+        rings = (SHARED_KEYS,)
+    if tile != (TILE, TILE) and stages not in rings:
+        return f"with tiles of {name} stages must be one of {rings}, not {stages}"
     return None
 
 
-def hopper_forms(head_dim: int, pairs: bool) -> list[tuple[int, int, int]]:
-    """(keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth timing.
+def hopper_forms(
+    head_dim: int, *, pairs: bool = False, shared: bool = False
+) -> list[tuple[int, int, int, int]]:
+    """(rows and keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth
+    timing.
 
     Args:
         pairs: whether tiles of 128 keys hold little more than those of 64 do.
+        shared: whether those of 192 rows do.
     """
     width = sum(widths(head_dim, 2))
-    found = [(TILE, programs, stages) for programs, stages in _FORMS[width]]
-    return [(PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
+    found = [(TILE, TILE, programs, stages) for programs, stages in _FORMS[width]]
+    if shared and width == 128:
+        found = [(SHARED_ROWS, TILE, 1, SHARED_KEYS), *found]
+    return [(TILE, PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
 
 
 def attention_hopper_forward(
@@ -157,12 +179,13 @@ def attention_hopper_forward(
             suit TMA (16 bytes).
         k: [batch, kv_heads, k_len, head_dim]; heads is a multiple of kv_heads.
         v: like k.
-        mask: arrays of the block mask with fragments, int32 [tiles, 2 * keys], in place of the
-            bitmap: tiles of 64 x 64, or of 64 x 128 with rows ordered by pairs.
+        mask: ``BlockMask.hopper_tensors``, with fragments, int32 [tiles, rows * keys / 32], in
+            place of the bitmap: tiles of 64 x 64, of 64 x 128 with rows ordered by pairs, or of 192
+            x 64 with kinds in their numbers.
         scale: factor of the dot products, positive.
-        programs: per multiprocessor, 1 to 4; 1 with tiles of 128 keys.
+        programs: per multiprocessor, 1 to 4; 1 with tiles other than 64 x 64.
         stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
-            128 keys 2, or 4 up to head dim 64.
+            128 keys 2, or 4 up to head dim 64; with those of 192 rows 4.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.
@@ -186,21 +209,22 @@ def attention_hopper_forward(
         return out.transpose(1, 2), lse
     from .hopper_kernel import attention_hopper_kernel
     from .hopper_pair_kernel import attention_hopper_pair_kernel
+    from .hopper_shared_kernel import attention_hopper_shared_kernel
 
-    keys = arrays.bitmap.shape[-1] // 2  # of a tile
+    tile = _TILES.get(arrays.bitmap.shape[-1], (TILE, TILE))
+    keys = tile[1]
     pairs = keys == PAIR_KEYS  # tile rows two at a time
-    p = check_problem(
-        q, k, v, arrays, None, None, TILE, keys if pairs else TILE, fragments=True
-    )  # fmt: skip
+    shared = tile[0] > TILE
+    p = check_problem(q, k, v, arrays, None, None, *tile, fragments=True)
     head_dim = p.head_dim
     heavy_rows = max(0, min(heavy_rows, p.rows))
-    split = pieces > 1 and heavy_rows > 0 and not pairs
+    split = pieces > 1 and heavy_rows > 0 and tile == (TILE, TILE)
     planes = p.batch * p.heads
     slots = -(-p.rows // 2) if pairs else p.rows  # units of a head
     # an odd row is alone in the first pair; heavy ones are in a pair each at worst
     heavy = min(slots, heavy_rows + p.rows % 2) if pairs and heavy_rows else heavy_rows
     units = planes * (slots + (heavy_rows * (pieces - 1) if split else 0))
-    if not pairs:
+    if tile == (TILE, TILE):
         programs, stages = without_spills(programs, stages, split, return_lse)
     if not q.is_cuda:
         raise ValueError(f"Hopper attention kernel: it runs on a GPU, not on {q.device}")
@@ -212,7 +236,7 @@ def attention_hopper_forward(
         max(units, 1),
         plain=scale > 0,
     )
-    refusal = refusal or form_refusal(keys, programs, stages, head_dim)
+    refusal = refusal or form_refusal(tile, programs, stages, head_dim)
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
@@ -220,16 +244,17 @@ def attention_hopper_forward(
         return out.transpose(1, 2), lse
     if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
-    block_d, tail_d = (next_power_of_two(head_dim), 0) if pairs else widths(head_dim, programs)
+    whole = pairs or shared
+    block_d, tail_d = (next_power_of_two(head_dim), 0) if whole else widths(head_dim, programs)
     held = [for_tma(t) for t in (p.q, p.k, p.v)]
     tiled = (*held, out.transpose(1, 2))
     has_part = arrays.bitmap.shape[0] > 0
     fragments = arrays.bitmap if has_part else no_fragments(arrays)
-    heights = (TILE, keys, keys, TILE) if pairs else (TILE,) * 4
+    heights = (TILE, keys, keys, TILE)
     operands: list[Any] = [tiles_of(t, h, block_d) for t, h in zip(tiled, heights, strict=True)]
     of_words = fragments.shape, (fragments.shape[1], 1), (1, WORDS), shared_layout(0, 32, 2)
     operands.append(Descriptor(fragments, *of_words))
-    if not pairs:
+    if not whole:
         operands += [tiles_of(t, TILE, tail_d) if tail_d else 0 for t in tiled]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     last_heads = last_heads_together(p, slots, workers) if uneven else 1
@@ -254,6 +279,12 @@ def attention_hopper_forward(
             registers = _PAIR_REGISTERS
             constants = {**first, "STAGES": stages, **of_mask, "REGISTERS": _PAIR_CONSUMER}
             kernel = attention_hopper_pair_kernel
+        elif shared:
+            registers = SHARED_REGISTERS
+            rings = {"KEY_TILES": SHARED_KEYS, "VALUE_TILES": SHARED_VALUES}
+            of_threads = {"CONSUMER": SHARED_CONSUMER, "PRODUCER": SHARED_PRODUCER}
+            constants = {**first, **rings, **of_mask, **of_threads}
+            kernel = attention_hopper_shared_kernel
         else:
             registers = _REGISTERS[programs]
             arguments += [pieces if split else 1, *(parts or (queue, queue))]
@@ -266,7 +297,7 @@ def attention_hopper_forward(
         merge = None if parts is None else _merge(parts, arrays, out, lse)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
     if repeat is not None and not copied and (parts is None or merge is not None):
-        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, pairs, cut, merge))
+        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, whole, cut, merge))
     return out.transpose(1, 2), lse
 
 
@@ -281,7 +312,7 @@ def _repeat(
     known.repeat(
         q, k, v, out, fragments, *tails, lse if lse.numel() else queue, queue,
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
-        mask.row_order, *(parts or (() if known.pairs else (queue, queue))),
+        mask.row_order, *(parts or (() if known.whole else (queue, queue))),
     )  # fmt: skip
     if parts is not None and known.merge is not None:
         known.merge(*merged(parts, mask, out, lse))

@@ -103,7 +103,8 @@ def check_problem(
         bias: added to the scores, broadcastable to [batch, heads, q_len, k_len], or None.
         block_q: query rows of a tile.
         block_k: keys of a tile.
-        fragments: the bitmap is the mask's fragments, int32 [tiles, 2 * block_k], for Hopper.
+        fragments: the bitmap is the mask's fragments, int32 [tiles, block_q * block_k / 32], for
+            Hopper; block_q is a multiple of 64.
         rounded: q, k and v are e4m3 with these scales, and the keys of v have unit stride.
 
     Raises:
@@ -147,12 +148,14 @@ def check_problem(
             32 <= block_k <= KEY_STEP, f"a tile of e4m3 operands has 32 to {KEY_STEP} keys", block_k
         )
     for name, block in (("block_q", block_q), ("block_k", block_k)):
-        _require(
-            block >= 16 and block & (block - 1) == 0, f"{name} must be a power of two >= 16", block
-        )
+        if not (fragments and block % 64 == 0):
+            power = block >= 16 and block & (block - 1) == 0
+            _require(power, f"{name} must be a power of two >= 16", block)
     rows = -(-q_len // block_q)
     words = (
-        (torch.int32, 2 * block_k) if fragments else (torch.int64, block_q // 8 * (block_k // 8))
+        (torch.int32, block_q * block_k // 32)
+        if fragments
+        else (torch.int64, block_q // 8 * (block_k // 8))
     )
     single_plane = _check_mask(mask, q, rows, block_q, words)
     if rounded is None:

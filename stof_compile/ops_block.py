@@ -16,12 +16,13 @@ import stof_compile.ops_hopper_attention  # noqa: F401  # registers stof::attent
 from stof_compile.launchers import load_launcher
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.fragments import from_fragments
+from stof_compile.masks.hopper_arrays import numbers_alone
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.long_rows import row_pieces
 from stof_compile.ops_fakes import fake_attention, fake_gradients
 
 # Positions of arguments of the operators, for the gradient.
-_Q, _K, _V, _BITMAP, _BIAS = 0, 1, 2, 8, 11
+_Q, _K, _V, _BITMAP_ID, _BITMAP, _BIAS = 0, 1, 2, 7, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
 _PLAIN_BITMAP, _FRAGMENTS = 20, 21  # of attention_block
 # Positions of fields of a BlockConfig, and of tf32 in the config of each kernel.
@@ -188,7 +189,8 @@ def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list
     """
     hopper = hopper_programs(config)
     programs = hopper or max(1, _WARPS // config[_NUM_WARPS])
-    whole = hopper > 0 and mask.block_k > 64  # tile rows two at a time are not cut
+    # 64 queries of a tile row are cut only where they are all it has, and its keys for itself
+    whole = hopper > 0 and max(mask.block_q, mask.block_k) > 64
     pieces = 1 if whole else row_pieces(mask, planes, programs, queued=hopper > 0)
     heavy_rows = mask.heavy_rows if hopper or pieces > 1 else 0
     registers = config[_REGISTERS] if len(config) > _REGISTERS else 0
@@ -243,7 +245,7 @@ def attention_backward(
         if band:  # nothing reads it
             bitmap = bitmap.new_empty((0, block_q // 8 * (block_k // 8)), dtype=torch.int64)
         else:
-            bitmap = from_fragments(bitmap)
+            bitmap = from_fragments(bitmap, block_q)
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, bitmap, row_order)
     if serve:
         assert out is not None and lse is not None, "the kernels serve only what kept both"
@@ -355,6 +357,9 @@ def attention_gradient(
     if grad_out is None:
         return tuple(gradients)
     *results, fragments = kept[_BIAS + 1 :]
+    if hopper_programs(ctx.config) and ctx.config[0] > 64:
+        plain = numbers_alone(saved[_BITMAP_ID])
+        saved = (*saved[:_BITMAP_ID], plain, *saved[_BITMAP_ID + 1 :])
     bias_grad = saved[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     dq, dk, dv, dbias = torch.ops.stof.attention_backward(
         grad_out, grad_lse, *saved, ctx.scale, ctx.softcap, ctx.q_offset, ctx.band,

@@ -112,7 +112,7 @@ def _backward(case):
 
 def _hopper_attention(
     rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0, pieces=1,
-    stages=2, keys=64,
+    stages=2, tile=(64, 64),
 ):  # fmt: skip
     import test_hopper
     from close import assert_close
@@ -123,7 +123,7 @@ def _hopper_attention(
 
     batch, heads, (q_len, k_len) = 2, 4, lengths
     spec = test_hopper.rules()[rule]
-    mask = build_block_mask(spec, q_len, k_len, (64, keys), batch=batch, heads=heads)
+    mask = build_block_mask(spec, q_len, k_len, tile, batch=batch, heads=heads)
     generator = torch.Generator().manual_seed(1)
     draw = partial(torch.randn, generator=generator)
     q = draw(batch, q_len, heads, head_dim).to(dtype).transpose(1, 2)  # strided, as in models
@@ -261,10 +261,13 @@ def _cases():
         "pieces": ("planes", 96, 2, 2, torch.float16, (330, 330), 3, 2),
         # more tile rows than workers: they take several of them
         "several": ("bigbird", 64, 1, 4, torch.float16, (1210, 1210), 2),
-        "pairs": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 2, 128),
-        "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 2, 128),
-        "pairs-several": ("bigbird", 104, 1, 1, torch.float16, (2420, 2420), 2, 1, 2, 128),
+        "pairs": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 2, (64, 128)),
+        "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 2, (64, 128)),
+        "pairs-several": ("bigbird", 104, 1, 1, torch.float16, (2420, 2420), 2, 1, 2, (64, 128)),
         "several-halves": ("bigbird", 128, 1, 1, torch.float16, (2420, 2420), 2, 1, 1),
+        "shared": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 4, (192, 64)),
+        "shared-keys": ("bigbird", 104, 1, 1, torch.float16, (330, 201), 0, 1, 4, (192, 64)),
+        "shared-several": ("bigbird", 128, 1, 1, torch.float16, (4900, 1930), 2, 1, 4, (192, 64)),
     }, "hopper")  # fmt: skip
     yield from forms("hopper-backward", "attention_hopper_backward", _hopper_backward, {
         "planes": ("planes", 64, 1, torch.bfloat16, (330, 330), True),

@@ -242,8 +242,8 @@ def _refuse_hopper(problem: AttentionProblem, config: Sequence[int]) -> None:
         plain=problem.plain,
     )
     how = BlockConfig(*config)
-    form = how.block_k, how.hopper, how.num_stages
-    refusal = refusal or form_refusal(*form, problem.head_dim)
+    tile = how.block_q, how.block_k
+    refusal = refusal or form_refusal(tile, how.hopper, how.num_stages, problem.head_dim)
     if refusal is not None:
         raise StofUnsupportedError(f"the Hopper attention kernel cannot run here: {refusal}")
 

@@ -23,6 +23,8 @@ TILE, NARROW_TILE = (64, 64), (64, 32)
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
 # Two tile rows at a time save loads, not scores: tiles of PAIR_TILE may hold this much more.
 PAIR_TILE, PAIR_SHARE = (64, 128), 1.15
+# Rows that share keys pass over what only the others have: their tiles may hold this much more.
+SHARED_TILE, SHARED_SHARE = (192, 64), 1.45
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -156,8 +158,9 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     narrow = half and programs >= FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
-    pairs = half and capability[0] == 9 and problem.plain and 96 < widest <= 128
-    pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
+    together = half and capability[0] == 9 and problem.plain and 96 < widest <= 128
+    shared = together and _tile_area(problem, SHARED_TILE) <= SHARED_SHARE * most
+    pairs = together and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found: list[tuple[int, ...]] = []
     changed: list[tuple[int, ...]] = []
@@ -174,10 +177,12 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         plain=problem.plain and not problem.fp8,
         narrow=narrow,
         pairs=pairs,
+        shared=shared,
         limits=block_mask.band is None or problem.q_len % TILE[0] == problem.k_len % TILE[1] == 0,
     ):
         tile = config.block_q, config.block_k
-        if config.block_q > TILE[0] and _tile_area(problem, tile) > LARGE_SHARE * most:
+        larger = config.block_q > TILE[0] and not config.hopper
+        if larger and _tile_area(problem, tile) > LARGE_SHARE * most:
             continue
         fitting = honest_config(problem.block_mask(tile), config, planes)
         (found if fitting[_LOOPS] == config.loops else changed).append(fitting)

@@ -28,6 +28,7 @@ from stof_compile.budget import Budget
 from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofPlanError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
+from stof_compile.masks.hopper_arrays import HOPPER_TILES
 from stof_compile.masks.spec import MaskSpec
 from stof_compile.ops_block import hopper_programs
 from stof_compile.options import StofOptions
@@ -176,8 +177,10 @@ def _impossible(choice: AttentionPlan, device: str, fp8: bool = False) -> str:
         wrong, legal = config not in ((), CUDNN), f"[], {list(CUDNN)}"
     else:
         edges = config[:2]
-        wrong = len(edges) < 2 or min(config) < 0 or any(n < 1 or n & (n - 1) for n in edges)
-        legal = "two edges of a tile, powers of two, and whole numbers of at least 0"
+        hopper = choice.kernel == "block" and hopper_programs(config) > 0
+        known = edges in HOPPER_TILES if hopper else not any(n < 1 or n & (n - 1) for n in edges)
+        wrong = len(edges) < 2 or min(config) < 0 or not known
+        legal = "two edges of a tile, powers of two (on Hopper also 192 x 64), no number below 0"
     return f"config {list(config)} is none of {choice.kernel}, which has {legal}" if wrong else ""
 
 

@@ -20,10 +20,11 @@ from stof_compile.masks.bands import BandRule
 from stof_compile.masks.dense_tensor import dense_tensor
 from stof_compile.masks.derived import Made, derive
 from stof_compile.masks.fragments import both_ways, to_fragments
+from stof_compile.masks.hopper_arrays import HOPPER_TILES, hopper_arrays
 from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
 from stof_compile.masks.packed_columns import PackedColumns, pack_columns, packed_tiles
-from stof_compile.masks.row_order import UNEVEN, pair_order, slot_lengths
+from stof_compile.masks.row_order import UNEVEN, slot_lengths
 from stof_compile.masks.spec import MaskSpec, digest
 
 
@@ -95,33 +96,32 @@ class BlockMask:
             self.row_order,
         )
 
-    @property
-    def hopper_tensors(self) -> tuple[Tensor, ...]:
-        """The same with the fragments in place of the bitmap, as the Hopper kernels take them; in
-        tiles of 128 keys with rows ordered by pairs."""
-        order = self.row_order if self.block_k == 64 else self._pair_order
-        return (*self.tensors[:5], self.fragments, order)
-
     @cached_property
-    def _pair_order(self) -> Tensor:
-        rows = (self.row_ptr, self.planes, self.rows)
-        return self._derive("order of pairs of rows", lambda: pair_order(*rows))
+    def hopper_tensors(self) -> tuple[Tensor, ...]:
+        """The same as the Hopper kernels take them, see `masks.hopper_arrays`; tiles of
+        `HOPPER_TILES`. Not to be made while a CUDA stream is capturing: the host waits."""
+        return self._derive("arrays for Hopper", lambda: hopper_arrays(self))
 
     @cached_property
     def fragments(self) -> Tensor:
-        """The bitmap in the order the Hopper kernels read it, int32 [U, 2 * block_k]; tiles of
-        64 x 64 or 64 x 128. Not to be made while a CUDA stream is capturing: the host waits.
+        """The bitmap in the order the Hopper kernels read it, int32 [U, block_q * block_k / 32];
+        tiles of `HOPPER_TILES`. Not to be made while a CUDA stream is capturing: the host waits.
 
         Raises:
             StofMaskError: another tile size.
         """
         tile = (self.block_q, self.block_k)
-        if tile not in ((64, 64), (64, 128)):
-            raise StofMaskError(f"fragments exist for tiles of 64 x 64 and 64 x 128, not {tile}")
+        if tile not in HOPPER_TILES:
+            known = ", ".join(f"{rows} x {keys}" for rows, keys in HOPPER_TILES)
+            raise StofMaskError(f"fragments exist for tiles of {known}, not {tile}")
         host = vars(self).get(HOST)
         return self._derive(
             "bitmap in fragments",
-            lambda: to_fragments(self.bitmap) if host is None else host.fragments.to(self.device),
+            lambda: (
+                to_fragments(self.bitmap, self.block_q)
+                if host is None
+                else host.fragments.to(self.device)
+            ),
         )
 
     @cached_property

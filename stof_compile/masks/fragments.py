@@ -1,4 +1,4 @@
-"""Tile contents in the order a Hopper warp group holds 64 x 64 scores: a tile or half a wide one.
+"""Tile contents in the order a Hopper warp group holds 64 x 64 scores: a tile or a part of one.
 
 Thread t of 128 holds rows 16 w + r and 16 w + r + 8 (w = t // 32, r = t // 4 % 8) and of every
 octet of columns the pair at 2 (t % 4). Its 32 scores are the bits of one word: bit 16 i + 2 j + c
@@ -16,13 +16,18 @@ from stof_compile.masks import bitmap
 _CHUNK = 4096  # tiles unpacked at once: 64 MB
 
 
-def to_fragments(words: Tensor) -> Tensor:
-    """Reorder the bitmaps of 64 x 64 tiles: int64 [N, 64] to int32 [N, 128]. Tiles of 64 x 128 have
-    twice as many of both: those of the left 64 columns, then of the right ones.
+def to_fragments(words: Tensor, rows: int = 64) -> Tensor:
+    """Reorder the bitmaps of 64 x 64 tiles: int64 [N, 64] to int32 [N, 128]. Larger tiles have as
+    many of both as they have parts of 64 x 64: by rows, and those by columns.
+
+    Args:
+        rows: of a tile, a multiple of 64.
     """
-    parts = words.reshape(-1, 64).split(_CHUNK)  # a bitmap goes by columns
+    # a bitmap goes by columns: [tile, 64 columns, octet of these, 64 rows, octet of these]
+    shape = (words.shape[0], words.shape[1] // rows, 8, rows // 64, 8)
+    parts = words.reshape(shape).permute(0, 3, 1, 2, 4)
     if words.numel():
-        made = torch.cat([_reorder(part) for part in parts])
+        made = torch.cat([_reorder(part) for part in parts.reshape(-1, 64).split(_CHUNK)])
     else:
         made = torch.empty(0, dtype=torch.int32, device=words.device)
     return made.view(words.shape[0], 2 * words.shape[1])
@@ -37,14 +42,16 @@ def both_ways(words: Tensor) -> Tensor:
     return torch.stack(made)
 
 
-def from_fragments(fragments: Tensor) -> Tensor:
-    """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64], or twice as many of both."""
+def from_fragments(fragments: Tensor, rows: int = 64) -> Tensor:
+    """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64], or a multiple of both."""
     parts = fragments.reshape(-1, 128).split(_CHUNK)
     if fragments.numel():
         made = torch.cat([_restore(part) for part in parts])
     else:
         made = torch.empty(0, dtype=torch.int64, device=fragments.device)
-    return made.view(fragments.shape[0], fragments.shape[1] // 2)
+    shape = (fragments.shape[0], rows // 64, fragments.shape[1] // (2 * rows), 8, 8)
+    parts = made.view(shape).permute(0, 2, 3, 1, 4)
+    return parts.reshape(fragments.shape[0], fragments.shape[1] // 2)
 
 
 def _restore(fragments: Tensor) -> Tensor:

@@ -116,21 +116,23 @@ def test_lists_by_column_are_made_once():
     assert key_ptr.dtype == key_tiles.dtype == torch.int32
 
 
+@pytest.mark.parametrize("rows", [64, 192])
 @pytest.mark.parametrize("rule", ["longformer", "random"])
-def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
+def test_gradient_is_the_same_from_fragments(rule, rows, monkeypatch):
     """From the rule, from the bitmap that comes with them, and from the fragments themselves."""
     pytest.importorskip("triton")
     from stof_compile.kernels.attention_blockwise import BlockConfig
 
     generator = torch.Generator().manual_seed(5)
-    keep = torch.rand(1, 1, 130, 130, generator=generator) < 0.4
+    length = 130 if rows == 64 else 430
+    keep = torch.rand(1, 1, length, length, generator=generator) < 0.4
     spec = masks.longformer(20, 9) if rule == "longformer" else masks.from_tensor(keep)
-    mask = build_block_mask(spec, 130, 130, 64)
-    q, k, v, grad = torch.randn(4, 1, 2, 130, 40, dtype=torch.float64, generator=generator)
+    mask = build_block_mask(spec, length, length, (rows, 64))
+    q, k, v, grad = torch.randn(4, 1, 2, length, 40, dtype=torch.float64, generator=generator)
     restored = []
     restore = ops_block.from_fragments
     monkeypatch.setattr(
-        ops_block, "from_fragments", lambda words: restored.append(1) or restore(words)
+        ops_block, "from_fragments", lambda *words: restored.append(1) or restore(*words)
     )
 
     def gradients(config, bitmap=None, band=(), fragments=None):
@@ -143,13 +145,14 @@ def test_gradient_is_the_same_from_fragments(rule, monkeypatch):
         ops_block._save_with_results(ctx, inputs, (None, None), kernel="block")
         return ops_block.attention_gradient(ctx, grad, None)[:3]
 
-    plain = gradients(BlockConfig())
-    hopper = BlockConfig(hopper=3)
+    plain = gradients(BlockConfig(rows))
+    hopper = BlockConfig(rows, hopper=3)
     found = [gradients(hopper, mask.bitmap)]
     if mask.band is not None:
         found.append(gradients(hopper, band=mask.band.as_ints()))
     assert not restored
     found.append(gradients(hopper))
-    found.append(gradients(hopper, fragments=mask.gradient_fragments))  # which nothing reads here
+    unread = None if rows > 64 else mask.gradient_fragments  # there are none of larger tiles
+    found.append(gradients(hopper, fragments=unread))
     assert len(restored) == 2
     assert all(torch.equal(a, b) for one in found for a, b in zip(plain, one, strict=True))

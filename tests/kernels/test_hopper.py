@@ -256,21 +256,29 @@ def rules():
 @pytest.mark.parametrize(("group", "dtype"), [(1, HALF), (4, BRAIN)])
 @pytest.mark.parametrize(
     ("programs", "stages", "keys"),
-    [(1, 2, 64), (2, 2, 64), (2, 3, 64), (3, 1, 64), (3, 2, 64), (4, 2, 64), (1, 2, 128)],
-)
+    [
+        (1, 2, 64), (2, 2, 64), (2, 3, 64), (3, 1, 64), (3, 2, 64), (4, 2, 64), (1, 2, 128),
+        (1, 0, 64),
+    ],
+)  # fmt: skip
 def test_gpu(rule, head_dim, group, dtype, programs, stages, keys, monkeypatch):
+    """Stages of 0: three consumers that share their keys."""
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a Hopper GPU")
     if (head_dim > 96 and (programs, stages) in ((2, 3), (3, 2))) or (
         head_dim > 64 and programs == 4
     ):
         pytest.skip("its tiles do not fit the memory so many times")
+    if stages == 0 and head_dim <= 64:
+        pytest.skip("keys are shared by larger heads")
     batch, heads, length = 2, 4, 330
     device = torch.device("cuda")
     spec = rules()[rule]
     tile = (64, keys)
+    if stages == 0:
+        tile, stages = (192, keys), 4
     mask = build_block_mask(spec, length, length, tile, batch=batch, heads=heads, device=device)
-    config = BlockConfig(block_k=keys, num_stages=stages, hopper=programs)
+    config = BlockConfig(*tile, num_stages=stages, hopper=programs)
     config = honest_config(mask, config, batch * heads)
     arrays = mask_arrays(mask, config).values()
     keep = mask.to_dense()

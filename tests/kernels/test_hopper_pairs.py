@@ -45,7 +45,8 @@ def test_offered_first_where_it_is_said_to_suit(head_dim, dtype):
     found = configs(head_dim, dtype, HOPPER, **BIG, pairs=True)
     assert found[0] == PAIRS and in_pairs(found) == [PAIRS]
     assert found[1:] == configs(head_dim, dtype, HOPPER, **BIG)  # the others stay
-    assert hopper_forms(head_dim, True) == [(128, 1, 2), *hopper_forms(head_dim, False)]
+    first = (64, 128, 1, 2)
+    assert hopper_forms(head_dim, pairs=True) == [first, *hopper_forms(head_dim)]
 
 
 @pytest.mark.parametrize(
@@ -260,10 +261,13 @@ def test_the_operator_hands_its_arguments_on(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BlockConfig(block_k=128, num_stages=2, hopper=2), r"programs must be one of \[1\], not 2"),
-        (BlockConfig(block_k=128, hopper=1), r"stages must be one of \(2,\), not 3"),
+        (
+            BlockConfig(block_k=128, num_stages=2, hopper=2),
+            r"64x128 programs must be one of \[1\], not 2",
+        ),
+        (BlockConfig(block_k=128, hopper=1), r"64x128 stages must be one of \(2,\), not 3"),
         (BlockConfig(num_stages=2, hopper=5), r"\[1, 2, 3, 4\], not 5"),
-        (BlockConfig(block_k=32, hopper=2), "tiles have 64 or 128 keys, not 32"),
+        (BlockConfig(block_k=32, hopper=2), "tiles are one of 64x64, .*, not 64x32"),
     ],
     ids=str,
 )

@@ -142,9 +142,9 @@ def test_what_the_launcher_refuses_on_a_hopper_gpu(monkeypatch):
                 stages, 0, 1, False, False,
             )  # fmt: skip
 
-    refused(r"tiles of 128 keys programs must be one of \[1\], not 2", programs=2)
+    refused(r"tiles of 64x128 programs must be one of \[1\], not 2", programs=2)
     narrow = build_block_mask(masks.causal(), 128, 128, 64)
-    refused(r"tiles of 64 keys programs must be one of \[1, 2, 3, 4\], not 5", narrow, 5)
+    refused(r"tiles of 64x64 programs must be one of \[1, 2, 3, 4\], not 5", narrow, 5)
     refused("stages must be at least 1, not 0", stages=0)
     refused("positive scale", scale=-0.125)
     refused("bitmap must be torch.int32", arrays=list(wide.tensors))

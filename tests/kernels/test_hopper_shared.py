@@ -1,0 +1,263 @@
+"""The Hopper kernel of consumers that share their keys: which problems get it, its view of a mask
+and what it compiles to."""
+
+import re
+
+import pytest
+import torch
+from attention_cases import check_training
+from stof_compile.kernels import attention_hopper
+from stof_compile.kernels.attention_blockwise import BlockConfig, configs
+from stof_compile.kernels.limits import shared_memory_limit
+
+from stof_compile import masks
+from stof_compile.attention.call import honest_config, mask_arrays
+from stof_compile.attention.decision_table import plausible_configs
+from stof_compile.attention.problem import AttentionProblem, TensorMeta
+from stof_compile.errors import StofMaskError
+from stof_compile.masks import bitmap, hopper_arrays
+from stof_compile.masks.block_mask import build_block_mask
+from stof_compile.masks.fragments import from_fragments, to_fragments
+
+pytest.importorskip("triton.experimental.gluon")
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+HOPPER = (9, 0)
+BIG = {"q_len": 2048, "planes": 192, "plain": True}
+SHARED = BlockConfig(192, 64, 4, 4, hopper=1)
+
+
+# -- choice ---------------------------------------------------------------------------------------
+
+
+def sharing(found):
+    return [config for config in found if config.hopper and config.block_q > 64]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("head_dim", [104, 128])
+def test_offered_first_but_for_two_rows_at_a_time(head_dim, dtype):
+    others = configs(head_dim, dtype, HOPPER, **BIG)
+    assert configs(head_dim, dtype, HOPPER, **BIG, shared=True) == [SHARED, *others]
+    both = configs(head_dim, dtype, HOPPER, **BIG, shared=True, pairs=True)
+    assert both[0].block_k == 128 and both[1:] == [SHARED, *others]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"head_dim": 64},
+        {"head_dim": 80},
+        {"head_dim": 96},
+        {"shared": False},
+        {"capability": (8, 0)},
+        {"capability": (10, 0)},
+        {"plain": False},
+        {"dtype": torch.float32},
+        {"value_dim": 64},
+        {"q_len": 128, "planes": 12},
+    ],
+    ids=str,
+)
+def test_not_offered_elsewhere(facts):
+    asked = {"head_dim": 128, "dtype": HALF, "capability": HOPPER, "shared": True, **BIG}
+    assert not sharing(configs(**asked | facts))
+
+
+@pytest.fixture
+def worth_timing(monkeypatch):
+    """``worth_timing(rule, head_dim, length)``: forms of rows that share keys on Hopper."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+
+    def call(spec, head_dim=128, length=2048, **facts):
+        strides = (length * 12 * head_dim, head_dim, 12 * head_dim, 1)
+        meta = TensorMeta((8, 12, length, head_dim), strides, HALF)
+        asked = AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.125, **facts)
+        found = [BlockConfig(*config) for config in plausible_configs(asked, "block")]
+        return [config._replace(heads_fast=0, heavy_rows=0) for config in sharing(found)]
+
+    return call
+
+
+def test_timed_where_rows_share_most_of_their_keys(worth_timing):
+    for rule in (masks.causal(), masks.dense()):
+        assert worth_timing(rule) == worth_timing(rule, 104) == [SHARED]
+        assert not worth_timing(rule, 64) and not worth_timing(rule, 96)
+        assert not worth_timing(rule, padding=True) and not worth_timing(rule, training=True)
+    for rule in (masks.sliding_window(128), masks.longformer(128, 128)):
+        assert worth_timing(rule, length=16384) == [SHARED]  # 1.4 and 1.33 times the scores
+    assert not worth_timing(masks.sliding_window(45))  # 1.66 times
+    assert not worth_timing(masks.bigbird(45, 45, 0.1))
+
+
+def test_configs_follow_the_mask():
+    longformer = build_block_mask(masks.longformer(64, 60), 16384, 16384, (192, 64))
+    config = BlockConfig(*honest_config(longformer, SHARED._replace(pieces=7, heads_fast=1), 12))
+    assert config == SHARED._replace(heavy_rows=longformer.heavy_rows, loops=3)
+    assert config.heavy_rows == 1 and config.pieces == 1 and config.heads_fast == 0
+    causal = build_block_mask(masks.causal(), 2048, 2048, (192, 64))
+    assert BlockConfig(*honest_config(causal, SHARED, 12)).heads_fast == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SHARED._replace(hopper=2), r"192x64 programs must be one of \[1\], not 2"),
+        (SHARED._replace(num_stages=2), r"192x64 stages must be one of \(4,\), not 2"),
+        (SHARED._replace(block_q=128), "one of 64x64, 64x128, 192x64, not 128x64"),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_not_there_is_refused_when_bound(config, message, monkeypatch):
+    from stof_compile.attention.call import bind_kernel
+    from stof_compile.errors import StofUnsupportedError
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
+    meta = TensorMeta((1, 2, 512, 128), (131072, 65536, 128, 1), HALF)
+    device = torch.device("cuda")
+    problem = AttentionProblem(meta, meta, meta, masks.causal(), 0, device, 0.125)
+    with pytest.raises(StofUnsupportedError, match=message):
+        bind_kernel(problem, "block", tuple(config))
+
+
+def test_a_stored_choice_of_it_is_followed():
+    from stof_compile.attention.select import _impossible
+    from stof_compile.plan import AttentionPlan
+
+    def said(config):
+        return _impossible(AttentionPlan("block", tuple(config), "measured", ""), "cuda")
+
+    assert said(SHARED) == said(BlockConfig(64, 128, 4, 2, hopper=1)) == said(BlockConfig()) == ""
+    assert "also 192 x 64" in said(SHARED._replace(hopper=0))
+    for wrong in ({"block_k": 128}, {"block_q": 128}, {"num_stages": -1}):
+        assert "none of block" in said(SHARED._replace(**wrong))
+    assert "none of block" in said((64,))
+
+
+# -- mask -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [64, 192, 256])
+@pytest.mark.parametrize("keys", [64, 128])
+def test_fragments_of_tall_tiles_are_those_of_their_parts(rows, keys):
+    generator = torch.Generator().manual_seed(12)
+    tiles = torch.rand(23, rows, keys, generator=generator) < 0.4
+    words = bitmap.pack(tiles)
+    fragments = to_fragments(words, rows)
+    assert fragments.shape == (23, rows * keys // 32) and fragments.dtype == torch.int32
+    assert torch.equal(from_fragments(fragments, rows), words)
+    parts = fragments.unflatten(1, (rows // 64, keys // 64, 128))
+    for i in range(rows // 64):
+        for j in range(keys // 64):
+            part = tiles[:, 64 * i : 64 * i + 64, 64 * j : 64 * j + 64]
+            assert torch.equal(parts[:, i, j], to_fragments(bitmap.pack(part)))
+    assert to_fragments(words[:0], rows).shape == (0, rows * keys // 32)
+    assert from_fragments(fragments[:0], rows).shape == words[:0].shape
+
+
+def test_numbers_say_what_a_tile_is_to_each_consumer():
+    draw = torch.Generator().manual_seed(4)
+    blocks = torch.rand(1, 1, 14, 9, generator=draw).repeat_interleave(64, 2)
+    blocks = blocks.repeat_interleave(64, 3)[..., :850, :550]
+    keep = (blocks < 0.3) | ((blocks < 0.6) & (torch.rand(blocks.shape, generator=draw) < 0.5))
+    tile = SHARED[:2]
+    mask = build_block_mask(masks.from_tensor(keep), 850, 550, tile)
+    arrays = mask_arrays(mask, SHARED)
+    assert arrays["bitmap"] is mask.fragments and mask.hopper_tensors is mask.hopper_tensors
+    numbers = arrays["bitmap_id"]
+    assert torch.equal(hopper_arrays.numbers_alone(numbers), mask.bitmap_id)
+    dense = torch.zeros(-(-850 // tile[0]) * tile[0], 576, dtype=torch.bool)
+    dense[:850, :550] = keep[0, 0]
+    seen = set()
+    for number, column, row, part in zip(
+        numbers, mask.col_idx, mask.row_of_tile(), mask.is_part(), strict=True
+    ):
+        if not part:
+            continue
+        for i in range(tile[0] // 64):
+            top, left = int(row) * tile[0] + 64 * i, int(column) * 64
+            own = dense[top : top + 64, left : left + 64]
+            kind = int(number) >> 24 + 2 * i & 3
+            assert kind == (1 if own.all() else 0 if own.any() else 2)
+            seen.add(kind)
+    assert seen == {0, 1, 2}
+
+
+def test_numbers_without_part_tiles_and_too_many_of_them(monkeypatch):
+    dense = build_block_mask(masks.dense(), 384, 256, (192, 64))
+    assert not dense.has_part and dense.fragments.shape == (0, 384)
+    assert dense.hopper_tensors[4] is dense.bitmap_id
+    monkeypatch.setattr(hopper_arrays, "KIND_BITS", 1)
+    with pytest.raises(StofMaskError, match="up to 1 different part tiles, not 3"):
+        _ = build_block_mask(masks.causal(), 384, 384, (192, 64)).hopper_tensors
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("features", [{}, {"HAS_PART": False}, {"all": True}], ids=str)
+def test_compiles_without_spills(features, dtype):
+    from compiling import assembler_report, compile_gluon, needs
+    from stof_compile.kernels.hopper_shared_kernel import attention_hopper_shared_kernel
+    from triton.experimental.gluon import language as gl
+
+    everything = "all" in features
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    operand = f"tensordesc<{dtype}[1, 1, 64, 128],{layout!r}>"
+    descriptors = {f"{name}_desc": operand for name in "qkvo"}
+    words = gl.NVMMASharedLayout(0, 32, rank=2)
+    descriptors["word_desc"] = f"tensordesc<i32[1, 128],{words!r}>"
+    constants = {
+        "MULT": 0.18,
+        "BLOCK_D": 128,
+        "KEY_TILES": attention_hopper.SHARED_KEYS,
+        "VALUE_TILES": attention_hopper.SHARED_VALUES,
+        "GROUP": 4 if everything else 1,
+        "SINGLE_PLANE": not everything,
+        "HAS_PART": features.get("HAS_PART", True),
+        "RETURN_LSE": everything,
+        "CONSUMER": attention_hopper.SHARED_CONSUMER,
+        "PRODUCER": attention_hopper.SHARED_PRODUCER,
+    }
+    start = attention_hopper.SHARED_REGISTERS
+    compiled = compile_gluon(
+        attention_hopper_shared_kernel, 90, descriptors, constants, maxnreg=start
+    )
+    found = needs(compiled, 90)
+    assert found.spill_bytes == 0
+    assert found.registers * 512 <= 65536
+    consumer, producer = constants["CONSUMER"], constants["PRODUCER"]
+    assert 384 * consumer + 128 * producer <= 512 * start
+    assert found.shared_bytes <= shared_memory_limit(HOPPER)
+    text = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
+    assert re.search(rf"setmaxnreg\.inc\.sync\.aligned\.u32\s+{consumer};", text)
+    said = assembler_report(compiled, 90)
+    assert "C75" not in said and "serialized" not in said  # products that wait for each other
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("computed", [True, False], ids=["band", "bitmap"])
+def test_gpu_trains(computed):
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    device, length = torch.device("cuda"), 1100
+    leaves = torch.randn(3, 2, 8, length, 128, device=device, dtype=BRAIN).unbind()
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    mask = build_block_mask(masks.causal(), length, length, SHARED[:2], device=device)
+    config = list(honest_config(mask, SHARED, 16))
+    arrays = mask_arrays(mask, config).values()
+    band = list(mask.band.as_ints()) if computed else []
+
+    def attend(q, k, v):
+        out, _ = torch.ops.stof.attention_block(
+            q, k, v, *arrays, None, None, 0.125, 0.0, 0, band, config, True, *mask.key_lists
+        )
+        return out
+
+    check_training(attend, leaves, mask.to_dense(), (slice(None),))
