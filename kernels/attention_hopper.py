@@ -47,8 +47,6 @@ _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
 # multiprocessor to itself, and of its consumers.
 _PAIR_REGISTERS, _PAIR_CONSUMER = 168, 232
-
-
 # Of the program of three consumers that share keys (hopper_shared_kernel.py), which has 512 threads
 # and a multiprocessor to itself: tiles of keys and of values in flight, registers of a thread at
 # the start, then of consumers and of the producer.

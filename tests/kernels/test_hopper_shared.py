@@ -196,8 +196,11 @@ def test_numbers_without_part_tiles_and_too_many_of_them(monkeypatch):
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("features", [{}, {"HAS_PART": False}, {"all": True}], ids=str)
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [({}, "fp16"), ({"HAS_PART": False}, "bf16"), ({"all": True}, "fp16"), ({"all": True}, "bf16")],
+    ids=str,
+)
 def test_compiles_without_spills(features, dtype):
     from compiling import assembler_report, compile_gluon, needs
     from stof_compile.kernels.hopper_shared_kernel import attention_hopper_shared_kernel

@@ -66,16 +66,16 @@ def attend(monkeypatch):
 
 def rules():
     draw = torch.Generator().manual_seed(3)
-    blocks = torch.rand(2, 3, 11, 7, generator=draw) < 0.4
+    blocks = torch.rand(2, 3, 8, 5, generator=draw) < 0.4
     blocks[:, 1] = False  # a head without keys
-    planes = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :650, :400]
+    planes = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :450, :300]
     planes = planes & (torch.rand(planes.shape, generator=draw) < 0.8) | blocks[..., :1, :1]
     return {
         "causal": masks.causal(),
         "dense": masks.dense(),
         "sliding": masks.sliding_window(40),
         "bigbird": masks.bigbird(window=24, global_tokens=17, random_fill=0.2),
-        "tiles only": masks.from_tensor(torch.ones(1, 1, 768, 384, dtype=torch.bool)),
+        "tiles only": masks.from_tensor(torch.ones(1, 1, 576, 256, dtype=torch.bool)),
         "planes": masks.from_tensor(planes),
     }
 
@@ -83,7 +83,7 @@ def rules():
 @pytest.mark.parametrize("rule", rules())
 @pytest.mark.parametrize(("head_dim", "group"), [(72, 3), (104, 1)], ids=str)
 def test_results(rule, head_dim, group, attend):
-    lengths = (768, 384) if rule == "tiles only" else (650, 400)
+    lengths = (576, 256) if rule == "tiles only" else (450, 300)
     q, k, v = operands(2, 3, *lengths, head_dim, group)
     mask = build_block_mask(rules()[rule], *lengths, TILE, batch=2, heads=3)
     check(attend, q, k, v, mask)
@@ -92,14 +92,14 @@ def test_results(rule, head_dim, group, attend):
     assert constants["HAS_PART"] == mask.has_part == (rule != "tiles only")
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_order_and_any_lists(seed, attend):
     """Tiles of some consumers, of all and of none, so that some run ahead of the others; more units
     than workers, and fewer."""
     draw = np.random.default_rng(seed)
-    q_len, k_len = int(draw.integers(1, 1200)), int(draw.integers(1, 1300))
-    tiles = torch.from_numpy(draw.random((1, 2, 20, 21)) < draw.choice([0.1, 0.3, 0.8]))
-    tiles[:, :, int(draw.integers(20))] = False
+    q_len, k_len = int(draw.integers(1, 900)), int(draw.integers(1, 900))
+    tiles = torch.from_numpy(draw.random((1, 2, 15, 15)) < draw.choice([0.1, 0.3, 0.8]))
+    tiles[:, :, int(draw.integers(15))] = False
     keep = tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :q_len, :k_len]
     if draw.random() < 0.5:
         keep = keep & torch.from_numpy(draw.random(keep.shape) < 0.9)
