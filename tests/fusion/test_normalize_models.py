@@ -56,9 +56,17 @@ MODELS = {
 }
 
 
+# The same model with torch's own operator in place of a formula: on CPUs without AVX-512 the error
+# of torch's GELU in fp32 is 2.7 times that of x / 2 * (1 + erf(x / sqrt(2))).
+OWN_OPERATOR = {
+    "gpt2-python": partial(models.hf_gpt2, "sdpa", False, layers=1, activation_function="gelu"),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, dtype, fresh_dynamo):
+    """No further from fp64 than the model is by itself, or with torch's own operators."""
     build, counts = MODELS[name]
     model, inputs = build()
     with torch.no_grad():
@@ -66,10 +74,13 @@ def test_models(name, dtype, fresh_dynamo):
         model, inputs = build()
         model = model.to(dtype)
         plain = tensors(model(**inputs))
+        other, inputs = OWN_OPERATOR.get(name, build)()
+        other = tensors(other.to(dtype)(**inputs))
         found = Normalized(model, **inputs)
     assert tuple(found.counts) == counts
     assert not any(found.again)
     assert found.names["rsqrt"] == 0 and found.names["rms_norm"] == counts[0]
-    for out, eager, ref in zip(tensors(found.result), plain, wanted, strict=True):
-        error, usual = ((t.double() - ref).abs() for t in (out, eager))
-        assert error.max() <= 1.5 * usual.max() and error.mean() <= 1.1 * usual.mean()
+    for out, *usual, ref in zip(tensors(found.result), plain, other, wanted, strict=True):
+        error, *usual = ((t.double() - ref).abs() for t in (out, *usual))
+        assert error.max() <= 1.5 * max(u.max() for u in usual)
+        assert error.mean() <= 1.1 * max(u.mean() for u in usual)
