@@ -227,7 +227,7 @@ def _report(
     timing.poison(first.shape, first.dtype, device)
     del first
     report = {
-        "output": call(*sets[0]).cpu().numpy(),
+        "output": sent(call(*sets[0])),
         "detail": stof_detail(model) if way.attention == "stof" else "",
         "columns": _gpu_columns(call, way, subject) if device.type == "cuda" else {"graph_us": ""},
     }
@@ -235,6 +235,12 @@ def _report(
         gc.collect()
         torch.cuda.empty_cache()
     return report
+
+
+def sent(output: Tensor) -> Any:
+    """An output for another process. numpy has no bf16: fp32 holds all of its numbers."""
+    held = output.cpu()
+    return (held.float() if held.dtype == torch.bfloat16 else held).numpy()
 
 
 def _gpu_columns(call: Callable[..., Tensor], way: Way, subject: Subject) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class BlockConfig(NamedTuple):
 # (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
 _LIMITED, _REGISTERS = (64, 64, 4, 3, 5), {64: 128, 32: 88}  # by keys of a tile
 # Tile rows of all heads from which its workers have enough to do to repay their start.
-_HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
+LEAST_HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
 
 
 def configs(
@@ -162,7 +162,7 @@ def configs(
         slim += [config._replace(num_stages=3, heads_fast=1) for config in narrowest[:2]]
         found += [config._replace(registers=_REGISTERS[config.block_k]) for config in slim]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
-    if units < _HOPPER_UNITS or hopper_refusal(
+    if units < LEAST_HOPPER_UNITS or hopper_refusal(
         head_dim, value_dim, dtype, capability, units, plain=plain
     ):
         return found

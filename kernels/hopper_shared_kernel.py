@@ -7,8 +7,11 @@ consumers, which hide each other's softmax. What a tile is to each consumer stan
 of its number (``masks/hopper_arrays.py``): a consumer passes over what its rows do not have, and
 masks only what they have in part.
 
-Keys and values have rings of their own, given back by every consumer while a product runs. Each use
-of a barrier is waited for, by those that pass over a tile as well: a barrier has only two phases.
+Keys and values have rings of their own. Every consumer gives values back while a product runs, and
+with them the keys and mask words of their tile, which it has read by then: the ring of keys is the
+longer one, so that the keys which take a place are loaded behind values that have waited for that.
+Each use of a barrier is waited for, by those that pass over a tile as well: a barrier has only two
+phases.
 """
 
 from triton.experimental import gluon
@@ -41,7 +44,7 @@ from .softmax import LN2
 def consume_shared(
     o_desc, lse,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_full, q_empty, k_full, v_full, v_empty,
     heads, q_len, ROW: gl.constexpr,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, KEY_TILES: gl.constexpr,
     VALUE_TILES: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
@@ -83,9 +86,8 @@ def consume_shared(
                 kind = kind_of(tile, ROW)
                 if kind == NONE:
                     mbarrier.arrive(v_empty.index(before), count=1, pred=held)
-                    barrier_of_threads()  # all have read what the tile is
-                    mbarrier.arrive(k_empty.index(k_slot), count=1)
                     mbarrier.wait(v_full.index(v_slot), v_phase)
+                    barrier_of_threads()  # all have read what the tile is
                     mbarrier.arrive(v_empty.index(v_slot), count=1)
                     held = False
                 else:
@@ -118,8 +120,6 @@ def consume_shared(
                     mbarrier.wait(v_full.index(v_slot), v_phase)
                     v_tile = v_bufs.index(v_slot).reshape([ROWS, BLOCK_D])
                     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-                    mbarrier.arrive(k_empty.index(k_slot), count=1)
-                    barrier_of_threads()
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     held = True
                     before = v_slot
@@ -177,6 +177,7 @@ def attention_hopper_shared_kernel(
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once. CONSUMER and PRODUCER are registers
     of their threads."""
+    gl.static_assert(VALUE_TILES < KEY_TILES, "keys are given back with the values")
     q_bufs = gl.allocate_shared_memory(
         q_desc.dtype, [CONSUMERS * SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout
     )
@@ -196,7 +197,6 @@ def attention_hopper_shared_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [VALUE_TILES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [VALUE_TILES, 1], barrier)
     for i in gl.static_range(SLOTS):
@@ -204,7 +204,6 @@ def attention_hopper_shared_kernel(
         mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(KEY_TILES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(VALUE_TILES):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
@@ -218,7 +217,7 @@ def attention_hopper_shared_kernel(
                 consume_shared,
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, q_len,
+                    q_full, q_empty, k_full, v_full, v_empty, heads, q_len,
                     0, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, RETURN_LSE, HAS_PART,
                 ),
             ),
@@ -226,7 +225,7 @@ def attention_hopper_shared_kernel(
                 consume_shared,
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, q_len,
+                    q_full, q_empty, k_full, v_full, v_empty, heads, q_len,
                     1, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, RETURN_LSE, HAS_PART,
                 ),
             ),
@@ -234,7 +233,7 @@ def attention_hopper_shared_kernel(
                 consume_shared,
                 (
                     o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, q_len,
+                    q_full, q_empty, k_full, v_full, v_empty, heads, q_len,
                     2, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, RETURN_LSE, HAS_PART,
                 ),
             ),
@@ -243,7 +242,7 @@ def attention_hopper_shared_kernel(
                 (
                     q_desc, k_desc, v_desc, word_desc,
                     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    q_full, q_empty, k_full, v_full, v_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_rows, last_heads,

@@ -43,7 +43,7 @@ def _next_tile(col_idx, bitmap_id, part, start, full, middle):
 def produce_shared(
     q_desc, k_desc, v_desc, word_desc,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_full, q_empty, k_full, v_full, v_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_rows, last_heads,
@@ -60,7 +60,6 @@ def produce_shared(
     heavy_units = heavy_rows * batch_heads
     turn = 0
     k_slot = 0
-    k_phase = 1
     v_slot = 0
     v_phase = 1
     asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
@@ -109,7 +108,6 @@ def produce_shared(
             col_then, tile_then, part, full = _next_tile(
                 col_idx, bitmap_id, part, start, full, middle
             )  # fmt: skip
-            mbarrier.wait(k_empty.index(k_slot), k_phase)
             kind_bufs.index(k_slot).store(gl.where(field >= 0, tile, 0))
             barrier_of_threads()  # one lane signals for all that wrote
             arrived = k_full.index(k_slot)
@@ -129,7 +127,6 @@ def produce_shared(
                 mbarrier.expect(arrived, TILE_BYTES)
             tma_load(k_desc, [b, kv, col * ROWS, 0], arrived, k_bufs.index(k_slot))
             k_slot += 1
-            k_phase = gl.where(k_slot == KEY_TILES, k_phase ^ 1, k_phase)
             k_slot = gl.where(k_slot == KEY_TILES, 0, k_slot)
             mbarrier.wait(v_empty.index(v_slot), v_phase)
             arrived = v_full.index(v_slot)

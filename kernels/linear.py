@@ -54,6 +54,7 @@ class LinearConfig(NamedTuple):
     split_k: int = 1  # programs that share a tile, each with a part of K
     persistent: int = 0  # programs per multiprocessor that walk over the tiles; 0: one for a tile
     tma: int = 0  # 1: tensor descriptors (Hopper and newer; plain loads where rows are not aligned)
+    depth_first: int = 0  # 1: a weight with unit stride along N is copied to have it along K
 
 
 def fused_linear_forward(
@@ -98,6 +99,7 @@ def fused_linear_forward(
         (how.split_k, how.persistent),
     )
     k = x.shape[-1]
+    weight = weight.contiguous() if how.depth_first else weight
     w = weight_of("weight", weight, x, k, _NAME)
     n = weight.shape[0]
     rows = rows_of("x", x, x, k, _NAME)

@@ -32,7 +32,7 @@ from stof_compile.places import NO_FILE
 
 log = logging.getLogger(__name__)
 
-FORMAT = 14
+FORMAT = 15
 """Raised when what stored files say changes its meaning, or a kernel so much that it should be
 measured anew; files of another format are misses."""
 

@@ -8,7 +8,8 @@ from math import prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
-from stof_compile.templates.gemm_tiles import Product, ranked_tiles, tile_space
+from stof_compile.templates.gemm_estimate import Product
+from stof_compile.templates.gemm_tiles import ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
     LinearOperands,
     accepted,

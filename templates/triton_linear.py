@@ -7,7 +7,8 @@ from math import prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
-from stof_compile.templates.gemm_tiles import Product, ranked_tiles, tile_space
+from stof_compile.templates.gemm_estimate import Product
+from stof_compile.templates.gemm_tiles import ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
     accepted,
     linear_refusal,
@@ -30,6 +31,7 @@ DIMENSIONS = (
     "split_k",
     "persistent",
     "tma",
+    "depth_first",
 )
 """As the fields of ``LinearConfig`` (kernels/linear.py), in their order."""
 
@@ -77,4 +79,4 @@ class TritonLinear(Template):
 def _product(recipe: Recipe) -> Product:
     linear, _ = accepted(read_layer(recipe))
     rows = prod(recipe.result.shape[:-1])
-    return Product(rows, linear.n, linear.k, recipe.result.dtype)
+    return Product(rows, linear.n, linear.k, recipe.result.dtype, kn=linear.kn)

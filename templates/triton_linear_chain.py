@@ -10,7 +10,7 @@ from math import ceil, prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
-from stof_compile.templates.gemm_tiles import Product, Tile, estimate_us, unfit
+from stof_compile.templates.gemm_estimate import Product, Tile, estimate_us, unfit
 from stof_compile.templates.linear_operands import (
     LinearEnd,
     LinearOperands,

@@ -8,7 +8,8 @@ from math import prod
 
 import torch
 from stof_compile.templates.base import Call, Slot, Template
-from stof_compile.templates.gemm_tiles import Product, ranked_tiles, tile_space
+from stof_compile.templates.gemm_estimate import Product
+from stof_compile.templates.gemm_tiles import ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
     LinearOperands,
     accepted,
@@ -115,4 +116,5 @@ def _product(recipe: Recipe) -> Product:
     rope = accepted(_read(recipe))
     rows = prod(recipe.result.shape[:-1])
     n, k = rope.product.n, rope.product.k
-    return Product(rows, n, k, recipe.result.dtype, column_step=rope.head_dim)
+    dtype, kn = recipe.result.dtype, rope.product.kn
+    return Product(rows, n, k, dtype, column_step=rope.head_dim, kn=kn)

@@ -98,6 +98,8 @@ class Machine:
         self.rng = np.random.default_rng(seed)
         self.partitions, self.copies, self.current, self.program = [], [], None, 0
         self.copy_weight = self._speed()
+        self.late_stores = bool(seed % 2)  # results are read when nothing else can go on
+        self.results = set()  # of the copies
         self.loaded, self.sources = [], []  # tiles, and the descriptors they came by
         self.scores = []  # partitions that asked for a product of tiles
 
@@ -116,10 +118,14 @@ class Machine:
                     waits = ", ".join(f"{p.name} for {p.waits_for}" for p in alive)
                     assert not alive, f"deadlock: {waits}"
                     return
-                weights = [p.weight for p in able] + [self.copy_weight] * bool(self.copies)
+                due = [c for c in self.copies if c not in self.results or not self.late_stores]
+                due = due or ([] if able else self.copies)
+                weights = [p.weight for p in able] + [self.copy_weight] * bool(due)
                 which = self.rng.choice(len(weights), p=np.divide(weights, sum(weights)))
                 if which == len(able):
-                    self.copies.pop(self.rng.integers(len(self.copies)))()
+                    copy = due[self.rng.integers(len(due))]
+                    self.copies.remove(copy)
+                    copy()
                     continue
                 self.current = able[which]
                 self.current.resume()
@@ -178,6 +184,7 @@ class Machine:
             done.append(True)
 
         self.copies.append(copy)
+        self.results.add(copy)
         self.current.stores.append(done)
         self.pause()
 

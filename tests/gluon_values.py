@@ -162,7 +162,11 @@ def language(machine):
     def nothing(*arguments, **named):
         return None
 
+    def static_assert(holds, text):
+        assert holds, text
+
     return SimpleNamespace(
+        static_assert=static_assert,
         **{name: getattr(real, name) for name in ("int32", "int64", "float32", "constexpr")},
         **dict.fromkeys(LAYOUTS, nothing),
         arange=lambda start, end, layout: value(np.arange(start, end)),

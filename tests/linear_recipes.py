@@ -10,7 +10,7 @@ __all__ = ["SHAPES", "SMALL", "Writer", "check_template", "linear_recipe", "on_g
 
 SMALL = {
     "block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 2, "num_stages": 2, "group_m": 2,
-    "split_k": 1, "persistent": 0, "tma": 0,
+    "split_k": 1, "persistent": 0, "tma": 0, "depth_first": 0,
 }  # fmt: skip
 """The smallest config of the linear template."""
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -176,3 +177,11 @@ def test_the_process_of_a_way_is_told_what_its_cell_was(bench_path, monkeypatch)
     told = dict(zip(command[3::2], command[4::2], strict=True))
     assert told["--dtype"] == "bfloat16" and told["--seed"] == "3"
     assert told["--worker"] == "bert-tiny/1x100/stof-default" and "--dump-dir" not in told
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_outputs_of_any_dtype_reach_the_cell(bench_path, dtype):
+    import turns
+
+    output = torch.randn(3, 5).to(dtype)
+    assert torch.equal(torch.from_numpy(turns.sent(output)).double(), output.double())

@@ -14,6 +14,7 @@ from stof_compile.attention.problem import AttentionProblem
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.dense_tensor import dense_bytes
+from stof_compile.masks.hopper_arrays import kinds_refusal
 from stof_compile.ops_block import hopper_programs, with_heavy_rows
 from stof_compile.ops_fp8 import attend_rounded, round_operands
 from stof_compile.ops_hopper_attention import gradient_fragments
@@ -244,6 +245,10 @@ def _refuse_hopper(problem: AttentionProblem, config: Sequence[int]) -> None:
     how = BlockConfig(*config)
     tile = how.block_q, how.block_k
     refusal = refusal or form_refusal(tile, how.hopper, how.num_stages, problem.head_dim)
+    if refusal is None and how.block_q > 64:
+        refusal = "rows that share keys are for calls without gradients"
+        if not problem.training:
+            refusal = kinds_refusal(problem.block_mask(tile).bitmap.shape[0])
     if refusal is not None:
         raise StofUnsupportedError(f"the Hopper attention kernel cannot run here: {refusal}")
 

@@ -11,6 +11,7 @@ from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.unmeasured import default_kernel, kernels_take, sdpa_takes_causal
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.dense_tensor import dense_bytes
+from stof_compile.masks.hopper_arrays import kinds_refusal
 from stof_compile.ops_block import hopper_programs
 
 if TYPE_CHECKING:
@@ -158,8 +159,10 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     narrow = half and programs >= FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
-    together = half and capability[0] == 9 and problem.plain and 96 < widest <= 128
+    together = half and widest > 96 and not problem.fp8 and _hopper_serves(problem, capability)
     shared = together and _tile_area(problem, SHARED_TILE) <= SHARED_SHARE * most
+    if shared:
+        shared = kinds_refusal(problem.block_mask(SHARED_TILE).bitmap.shape[0]) is None
     pairs = together and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found: list[tuple[int, ...]] = []
@@ -188,6 +191,16 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         (found if fitting[_LOOPS] == config.loops else changed).append(fitting)
     # where no form of a loop keeps what it promises, the one that is right for any mask
     return found or list(dict.fromkeys(changed))
+
+
+def _hopper_serves(problem: AttentionProblem, capability: tuple[int, int]) -> bool:
+    from stof_compile.kernels.attention_blockwise import LEAST_HOPPER_UNITS
+    from stof_compile.kernels.attention_hopper import hopper_refusal
+
+    units = problem.batch * problem.heads * -(-problem.q_len // TILE[0])
+    dims = problem.head_dim, problem.v.shape[3]
+    facts = *dims, problem.q.dtype, capability, units
+    return units >= LEAST_HOPPER_UNITS and hopper_refusal(*facts, plain=problem.plain) is None
 
 
 def _cudnn_serves(problem: AttentionProblem) -> bool:

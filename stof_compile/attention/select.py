@@ -176,11 +176,13 @@ def _impossible(choice: AttentionPlan, device: str, fp8: bool = False) -> str:
     if choice.kernel == "sdpa":
         wrong, legal = config not in ((), CUDNN), f"[], {list(CUDNN)}"
     else:
-        edges = config[:2]
-        hopper = choice.kernel == "block" and hopper_programs(config) > 0
-        known = edges in HOPPER_TILES if hopper else not any(n < 1 or n & (n - 1) for n in edges)
+        edges, legal = tuple(config[:2]), "two edges of a tile, powers of two"
+        known = not any(n < 1 or n & (n - 1) for n in edges)
+        if choice.kernel == "block" and hopper_programs(config):
+            known = edges in HOPPER_TILES
+            legal = "a Hopper tile, " + ", ".join(f"{q} x {k}" for q, k in HOPPER_TILES)
         wrong = len(edges) < 2 or min(config) < 0 or not known
-        legal = "two edges of a tile, powers of two (on Hopper also 192 x 64), no number below 0"
+        legal += ", and no number below 0"
     return f"config {list(config)} is none of {choice.kernel}, which has {legal}" if wrong else ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 
 _CHUNK = 4096  # tiles unpacked at once: 64 MB
@@ -35,15 +36,27 @@ def to_fragments(words: Tensor, rows: int = 64) -> Tensor:
 
 def both_ways(words: Tensor) -> Tensor:
     """Fragments of 64 x 64 tiles, and of the same tiles transposed: int64 [N, 64] to int32
-    [2, N, 128]."""
+    [2, N, 128].
+
+    Raises:
+        StofMaskError: other tiles.
+    """
+    if words.shape[1] != 64:
+        raise StofMaskError(
+            f"gradients take fragments of 64 x 64 tiles, not of {64 * words.shape[1]} elements each"
+        )
     made = [to_fragments(words)]
     turned = [bitmap.pack(_unpacked(part).mT) for part in words.split(_CHUNK)]
     made.append(to_fragments(torch.cat(turned) if turned else words))
     return torch.stack(made)
 
 
-def from_fragments(fragments: Tensor, rows: int = 64) -> Tensor:
-    """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64], or a multiple of both."""
+def from_fragments(fragments: Tensor, rows: int) -> Tensor:
+    """Inverse of `to_fragments`: int32 [N, 128] to int64 [N, 64], or a multiple of both.
+
+    Args:
+        rows: of a tile, which the fragments do not tell.
+    """
     parts = fragments.reshape(-1, 128).split(_CHUNK)
     if fragments.numel():
         made = torch.cat([_restore(part) for part in parts])

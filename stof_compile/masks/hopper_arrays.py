@@ -40,20 +40,18 @@ def hopper_arrays(mask: BlockMask) -> tuple[Tensor, ...]:
 
 
 def numbers_with_kinds(bitmap_id: Tensor, fragments: Tensor) -> Tensor:
-    """Numbers of tiles with what each is to the consumers: int32 [tiles], those of full tiles as
-    they are.
+    """Numbers of part tiles with what each is to the consumers: int32 [tiles]; those of full tiles
+    mean nothing.
 
     Args:
-        bitmap_id: int32 [tiles]. fragments: int32 [U, 128 * consumers].
+        bitmap_id: int32 [tiles]. fragments: int32 [U, 128 * consumers], up to three consumers.
 
     Raises:
         StofMaskError: more different part tiles than a number has room for.
     """
-    if fragments.shape[0] >= 1 << KIND_BITS:
-        raise StofMaskError(
-            f"rows that share keys take up to {(1 << KIND_BITS) - 1} different part tiles, not "
-            f"{fragments.shape[0]}; tiles of 64 rows have no such limit"
-        )
+    refusal = kinds_refusal(fragments.shape[0])
+    if refusal is not None:
+        raise StofMaskError(refusal)
     if not fragments.numel():
         return bitmap_id
     words = fragments.unflatten(1, (-1, 128))
@@ -62,6 +60,14 @@ def numbers_with_kinds(bitmap_id: Tensor, fragments: Tensor) -> Tensor:
     upper = (kinds << places).sum(1, dtype=torch.int32)
     both: Tensor = bitmap_id | upper[bitmap_id.long()]
     return both
+
+
+def kinds_refusal(different: int) -> str | None:
+    """Why numbers of so many different part tiles have no room for kinds, None where they have."""
+    if different <= 1 << KIND_BITS:
+        return None
+    most = f"{1 << KIND_BITS} different part tiles"
+    return f"rows that share keys take up to {most}, not {different}; tiles of 64 rows any number"
 
 
 def numbers_alone(numbers: Tensor) -> Tensor:

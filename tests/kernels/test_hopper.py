@@ -132,7 +132,7 @@ def test_fragments_keep_the_scores_a_thread_holds():
     tiles = torch.rand(37, 64, 64, generator=generator) < 0.4
     words = bitmap.pack(tiles)
     fragments = to_fragments(words)
-    assert torch.equal(from_fragments(fragments), words)
+    assert torch.equal(from_fragments(fragments, 64), words)
     thread, bit = torch.meshgrid(torch.arange(128), torch.arange(32), indexing="ij")
     row = 16 * (thread // 32) + 8 * (bit // 16) + thread // 4 % 8
     column = 8 * (bit // 2 % 8) + 2 * (thread % 4) + bit % 2

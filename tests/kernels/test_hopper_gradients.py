@@ -37,8 +37,8 @@ def test_fragments_both_ways_are_of_the_tiles_and_of_these_transposed(count):
     found = both_ways(words)
     assert found.shape == (2, count, 128) and found.dtype == torch.int32 and found.is_contiguous()
     assert torch.equal(found[0], to_fragments(words))
-    assert torch.equal(from_fragments(found[0]), words)
-    assert torch.equal(from_fragments(found[1]), bitmap.pack(tiles.mT.contiguous()))
+    assert torch.equal(from_fragments(found[0], 64), words)
+    assert torch.equal(from_fragments(found[1], 64), bitmap.pack(tiles.mT.contiguous()))
 
 
 def test_more_tiles_than_are_unpacked_at_once(monkeypatch):

@@ -125,7 +125,7 @@ def test_fragments_of_wide_tiles_are_those_of_their_halves():
     words = bitmap.pack(tiles)
     fragments = to_fragments(words)
     assert fragments.shape == (23, 256) and fragments.dtype == torch.int32
-    assert torch.equal(from_fragments(fragments), words)
+    assert torch.equal(from_fragments(fragments, 64), words)
     place, bit = torch.meshgrid(torch.arange(256), torch.arange(32), indexing="ij")
     half, thread = place // 128, place % 128
     row = 16 * (thread // 32) + 8 * (bit // 16) + thread // 4 % 8
@@ -136,14 +136,14 @@ def test_fragments_of_wide_tiles_are_those_of_their_halves():
         narrow = to_fragments(bitmap.pack(tiles[:, :, 64 * half : 64 * half + 64]))
         assert torch.equal(fragments[:, 128 * half : 128 * half + 128], narrow)
     assert to_fragments(words[:0]).shape == (0, 256)
-    assert from_fragments(fragments[:0]).shape == words[:0].shape
+    assert from_fragments(fragments[:0], 64).shape == words[:0].shape
 
 
 def test_arrays_of_wide_tiles():
     mask = build_block_mask(masks.causal(), 700, 700, TILE)
     arrays = mask_arrays(mask, PAIRS)
     assert arrays["bitmap"] is mask.fragments and mask.fragments.shape[1] == 256
-    assert torch.equal(from_fragments(mask.fragments), mask.bitmap)
+    assert torch.equal(from_fragments(mask.fragments, 64), mask.bitmap)
     dense = build_block_mask(masks.dense(), 128, 256, TILE)
     assert not dense.has_part and dense.fragments.shape == (0, 256)
 

@@ -14,7 +14,7 @@ from stof_compile import masks
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.attention.decision_table import plausible_configs
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
-from stof_compile.errors import StofMaskError
+from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks import bitmap, hopper_arrays
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.fragments import from_fragments, to_fragments
@@ -84,10 +84,26 @@ def test_timed_where_rows_share_most_of_their_keys(worth_timing):
         assert worth_timing(rule) == worth_timing(rule, 104) == [SHARED]
         assert not worth_timing(rule, 64) and not worth_timing(rule, 96)
         assert not worth_timing(rule, padding=True) and not worth_timing(rule, training=True)
-    for rule in (masks.sliding_window(128), masks.longformer(128, 128)):
+        assert not worth_timing(rule, 100) and not worth_timing(rule, fp8=True)
+    for rule in (masks.sliding_window(65), masks.longformer(128, 128)):
         assert worth_timing(rule, length=16384) == [SHARED]  # 1.4 and 1.33 times the scores
-    assert not worth_timing(masks.sliding_window(45))  # 1.66 times
+    assert not worth_timing(masks.sliding_window(64))  # 1.66 times
+    assert not worth_timing(masks.bigbird(128, 128, 0.05))  # 1.48 times
     assert not worth_timing(masks.bigbird(45, 45, 0.1))
+
+
+def test_no_mask_is_built_where_the_kernel_cannot_be_offered(worth_timing, monkeypatch):
+    tiles = []
+    built = AttentionProblem.block_mask
+    monkeypatch.setattr(
+        AttentionProblem, "block_mask", lambda self, tile: tiles.append(tile) or built(self, tile)
+    )
+    worth_timing(masks.causal(), 100)
+    worth_timing(masks.causal(), fp8=True)
+    worth_timing(masks.causal(), length=64)
+    assert tiles and (192, 64) not in tiles and (64, 128) not in tiles
+    monkeypatch.setattr(hopper_arrays, "KIND_BITS", 1)
+    assert not worth_timing(masks.causal())
 
 
 def test_configs_follow_the_mask():
@@ -97,6 +113,16 @@ def test_configs_follow_the_mask():
     assert config.heavy_rows == 1 and config.pieces == 1 and config.heads_fast == 0
     causal = build_block_mask(masks.causal(), 2048, 2048, (192, 64))
     assert BlockConfig(*honest_config(causal, SHARED, 12)).heads_fast == 1
+
+
+def bound(config, monkeypatch, **facts):
+    from stof_compile.attention.call import bind_kernel
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
+    meta = TensorMeta((1, 2, 512, 128), (131072, 65536, 128, 1), HALF)
+    device = torch.device("cuda")
+    problem = AttentionProblem(meta, meta, meta, masks.causal(), 0, device, 0.125, **facts)
+    return bind_kernel(problem, "block", tuple(config))
 
 
 @pytest.mark.parametrize(
@@ -109,15 +135,20 @@ def test_configs_follow_the_mask():
     ids=str,
 )
 def test_a_form_that_is_not_there_is_refused_when_bound(config, message, monkeypatch):
-    from stof_compile.attention.call import bind_kernel
-    from stof_compile.errors import StofUnsupportedError
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
-    meta = TensorMeta((1, 2, 512, 128), (131072, 65536, 128, 1), HALF)
-    device = torch.device("cuda")
-    problem = AttentionProblem(meta, meta, meta, masks.causal(), 0, device, 0.125)
     with pytest.raises(StofUnsupportedError, match=message):
-        bind_kernel(problem, "block", tuple(config))
+        bound(config, monkeypatch)
+
+
+def test_what_it_cannot_do_is_refused_when_bound(monkeypatch):
+    with pytest.raises(StofUnsupportedError, match="calls without gradients"):
+        bound(SHARED, monkeypatch, training=True)
+    on_cpu = build_block_mask(masks.causal(), 512, 512, (192, 64))
+    monkeypatch.setattr(AttentionProblem, "block_mask", lambda self, tile: on_cpu)
+    monkeypatch.setattr(hopper_arrays, "KIND_BITS", 2)
+    with pytest.raises(StofUnsupportedError, match="up to 4 different part tiles, not 6"):
+        bound(SHARED, monkeypatch)
+    monkeypatch.setattr(hopper_arrays, "KIND_BITS", 3)
+    assert bound(SHARED, monkeypatch).buffers
 
 
 def test_a_stored_choice_of_it_is_followed():
@@ -128,10 +159,13 @@ def test_a_stored_choice_of_it_is_followed():
         return _impossible(AttentionPlan("block", tuple(config), "measured", ""), "cuda")
 
     assert said(SHARED) == said(BlockConfig(64, 128, 4, 2, hopper=1)) == said(BlockConfig()) == ""
-    assert "also 192 x 64" in said(SHARED._replace(hopper=0))
+    assert not _impossible(AttentionPlan("block", list(SHARED), "measured", ""), "cuda")
+    assert "two edges of a tile, powers of two, and" in said(SHARED._replace(hopper=0))
     for wrong in ({"block_k": 128}, {"block_q": 128}, {"num_stages": -1}):
-        assert "none of block" in said(SHARED._replace(**wrong))
+        assert "a Hopper tile, 64 x 64, 64 x 128, 192 x 64, and" in said(SHARED._replace(**wrong))
     assert "none of block" in said((64,))
+    row = _impossible(AttentionPlan("row", (192, 64, 4), "measured", ""), "cuda")
+    assert "none of row, which has two edges of a tile, powers of two, and" in row
 
 
 # -- mask -----------------------------------------------------------------------------------------
@@ -188,7 +222,7 @@ def test_numbers_without_part_tiles_and_too_many_of_them(monkeypatch):
     assert not dense.has_part and dense.fragments.shape == (0, 384)
     assert dense.hopper_tensors[4] is dense.bitmap_id
     monkeypatch.setattr(hopper_arrays, "KIND_BITS", 1)
-    with pytest.raises(StofMaskError, match="up to 1 different part tiles, not 3"):
+    with pytest.raises(StofMaskError, match="up to 2 different part tiles, not 3"):
         _ = build_block_mask(masks.causal(), 384, 384, (192, 64)).hopper_tensors
 
 

@@ -7,6 +7,7 @@ import torch
 
 from stof_compile import masks
 from stof_compile.masks.block_mask import build_block_mask
+from stof_compile.masks.hopper_arrays import HOPPER_TILES
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -20,6 +21,7 @@ from stof_compile.kernels import (
     hopper_shared_loads,
     hopper_units,
 )
+from stof_compile.kernels.bound_launch import Descriptor
 
 # -- registers ------------------------------------------------------------------------------------
 
@@ -45,10 +47,12 @@ def attend(monkeypatch):
     """``attend(seed, workers, q, k, v, mask, **how)``: attention_hopper_forward on the CPU."""
     launched = []
 
-    def call(seed, workers, q, k, v, mask, heavy_rows=None, return_lse=True):
+    def call(seed, workers, q, k, v, mask, heavy_rows=None, return_lse=True, pieces=1):
         heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
 
         def launch(kernel, programs, arguments, constants, options):
+            assert options["maxnreg"] == attention_hopper.SHARED_REGISTERS == 128
+            assert options["num_warps"] == 4
             out, lse = arguments[3].base, arguments[5]
             for tensor in (out, lse) if return_lse else (out,):
                 tensor.fill_(torch.nan)  # and whatever is not NaN was written before
@@ -56,7 +60,7 @@ def attend(monkeypatch):
             machine = run_kernel(monkeypatch, kernel, MODULES, INSTEAD, programs, *given)
             launched.append((machine, constants))
 
-        numbers = 1, 4, heavy_rows, 1, mask.uneven, return_lse
+        numbers = 1, 4, heavy_rows, pieces, mask.uneven, return_lse
         with launches(monkeypatch, launch, workers):
             return hopper_attention.hopper_attention(q, k, v, mask, *numbers)
 
@@ -121,6 +125,52 @@ def test_keys_and_values_come_once_for_all_rows(attend):
     assert tiles == [*queries[3:], *below, *queries[:3], *below[6:]]
     words = [at for at in machine.loaded if len(at) == 2]
     assert [at for _, at in words] == [256, 128, 0] * 2  # of the consumer on the diagonal
+
+
+def test_numbers_of_many_different_tiles(attend):
+    draw = torch.Generator().manual_seed(4)
+    keep = torch.rand(1, 7, 576, 832, generator=draw) < 0.5
+    keep[:, :, :64, 64:] = False  # nothing of most tiles for the first consumer
+    mask = build_block_mask(masks.from_tensor(keep), 576, 832, TILE, batch=1, heads=7)
+    assert mask.bitmap.shape[0] > 256
+    check(attend, *operands(1, 7, 576, 832, 72), mask, workers=4, return_lse=False)
+
+
+def test_heavy_rows_come_first_and_are_not_cut(attend):
+    mask = build_block_mask(masks.longformer(20, 30), 570, 570, TILE, batch=1, heads=2)
+    check(attend, *operands(1, 2, 570, 570, 128), mask, workers=1, heavy_rows=1, pieces=3)
+    ((machine, constants),) = attend.launched
+    queries = dict.fromkeys(
+        (at[1], at[2] // 192)
+        for at, source in zip(machine.loaded, machine.sources, strict=True)
+        if source == machine.sources[0]
+    )
+    assert list(queries) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    assert "SPLIT" not in constants
+
+
+@pytest.mark.parametrize("tile", HOPPER_TILES, ids=str)
+def test_a_launch_again_has_the_arguments_of_the_first(tile, monkeypatch):
+    first, again = [], []
+
+    class Again:
+        here = True
+
+        def __call__(self, *arguments):
+            again.append(len(arguments))
+
+    def launch(kernel, programs, arguments, constants, options):
+        first.append(sum(isinstance(a, (torch.Tensor, Descriptor)) for a in arguments))
+        return Again()
+
+    monkeypatch.setattr(attention_hopper, "_known", {})
+    mask = build_block_mask(masks.causal(), 200, 200, tile)
+    q, k, v = operands(1, 1, 200, 200, 128)
+    with launches(monkeypatch, launch, 2):
+        for _ in range(2):
+            numbers = 1, 4 if tile == TILE else 2, 0, 1, False, False
+            hopper_attention.hopper_attention(q, k, v, mask, *numbers)
+    assert again == first
 
 
 def test_what_the_launcher_refuses_on_a_hopper_gpu(monkeypatch):

@@ -10,7 +10,8 @@ from stof_compile.kernels import limits
 from stof_compile.kernels.gated_linear import fused_gated_linear_forward
 from stof_compile.kernels.linear import fused_linear_forward
 from stof_compile.kernels.linear_chain import fused_linear_chain_forward
-from stof_compile.templates.gemm_tiles import Product, ranked_tiles
+from stof_compile.templates.gemm_estimate import Product
+from stof_compile.templates.gemm_tiles import ranked_tiles
 from stof_compile.templates.triton_gated_linear import DIMENSIONS as GATED
 from stof_compile.templates.triton_linear import DIMENSIONS, TritonLinear
 
@@ -39,11 +40,14 @@ def test_gpu_every_tile_is_exact(shape, part):
     of_torch = rms_error(F.linear(x, weight, bias), exact)
     configs = TritonLinear().space(sized(m, n, k, SINGLE), device_facts("cuda")).configs()
     stored = weight.t().contiguous().t()
-    for number, config in enumerate(configs[part::4]):
+    by_columns = ranked_tiles(Product(m, n, k, SINGLE, kn=True), device_facts("cuda"), DIMENSIONS)
+    cases = [(weight, config) for config in configs]
+    cases += [(stored, tile.config(DIMENSIONS)) for tile in by_columns[::3]]
+    cases += [(stored, config) for config in configs[::5]]
+    for w, config in cases[part::4]:
         given = [config[name] for name in DIMENSIONS]
-        for w in (weight, stored) if number % 3 == 0 else (weight,):
-            out = fused_linear_forward(x, w, bias, None, None, "", given)
-            assert rms_error(out, exact) <= max(1.2 * of_torch, ROUNDED), config
+        out = fused_linear_forward(x, w, bias, None, None, "", given)
+        assert rms_error(out, exact) <= max(1.2 * of_torch, ROUNDED), (config, w.stride())
 
 
 def test_gpu_gated_layers_and_chains():

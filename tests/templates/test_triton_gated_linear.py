@@ -8,7 +8,7 @@ from close import assert_close
 from compile_targets import on_each_gpu
 from linear_recipes import Writer, check_template
 from norm_recipes import BRAIN, DEVICE, HALF, SINGLE, compiled_and_captured, machine
-from stof_compile.templates.gemm_tiles import Product, Tile, shared_bytes
+from stof_compile.templates.gemm_estimate import Product, Tile, shared_bytes
 from stof_compile.templates.triton_gated_linear import DIMENSIONS, TritonGatedLinear
 
 import stof_compile.ops_linear  # noqa: F401

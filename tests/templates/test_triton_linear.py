@@ -5,18 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from linear_recipes import SHAPES, SMALL, Writer, linear_recipe, sized
+from linear_recipes import SHAPES, SMALL, Writer, linear_recipe, on_gpu, sized
 from norm_recipes import HALF, INTERPRETED, SINGLE, machine
 from stof_compile.kernels import limits
 from stof_compile.kernels.linear_problem import pays, precision_of
-from stof_compile.templates.gemm_tiles import (
-    Product,
-    Tile,
-    estimate_us,
-    ranked_tiles,
-    shared_bytes,
-    unfit,
-)
+from stof_compile.templates.gemm_estimate import Product, Tile, estimate_us, shared_bytes, unfit
+from stof_compile.templates.gemm_tiles import ranked_tiles
 from stof_compile.templates.triton_linear import DIMENSIONS, TritonLinear
 from template_checks import HOPPER, refusal_of
 
@@ -236,3 +230,54 @@ def test_estimates_of_exact_fp32_are_those_that_compiling_found():
     assert "spill" in unfit(Tile(64, 128, 32, 4, 2), product, machine(80))
     kinds = {(t.block_m, t.block_n, t.block_k) for t in ranked_tiles(product, device)}
     assert (64, 64, 64) in kinds
+
+
+# -- weights by columns ----------------------------------------------------------------------------
+
+
+def by_columns(m, n, k, dtype=SINGLE):
+    w = Writer(dtype, "cpu")
+    w.linear(w.operand(m, k), n, k, kn=True)
+    return on_gpu(w.done()[0])
+
+
+def copies(configs):
+    return sum(config["depth_first"] for config in configs) / len(configs)
+
+
+def test_exact_fp32_on_hopper_copies_weights_by_columns_of_many_rows():
+    """us on an H200, [K, N] as it is: 376, 308, 344; by depth 223, 202, 267, and 15 to 19 the copy
+    by PyTorch; 128 rows 23 and 16."""
+    for shape in ((4096, 3072, 768), (4096, 2304, 768), (4096, 768, 3072)):
+        recipe = by_columns(*shape)
+        assert TEMPLATE.first(recipe, HOPPER)["depth_first"] == 1
+        assert 0.5 < copies(TEMPLATE.space(recipe, HOPPER).configs()) < 1  # both are measured
+        plain = Product(*shape, SINGLE)
+        behind, as_it_is = (
+            min(
+                estimate_us(tile, replace(plain, kn=True), HOPPER)
+                for tile in ranked_tiles(replace(plain, kn=True), HOPPER)
+                if tile.depth_first == copied
+            )
+            for copied in (1, 0)
+        )
+        by_depth = estimate_us(ranked_tiles(plain, HOPPER)[0], plain, HOPPER)
+        assert by_depth + 2 < behind < 1.2 * by_depth < 1.3 * by_depth < as_it_is
+    for rows in (1, 16, 128):
+        assert TEMPLATE.first(by_columns(rows, 3072, 768), HOPPER)["depth_first"] == 0
+
+
+def test_no_other_weight_is_copied():
+    shape = 4096, 768, 768
+    assert not copies(TEMPLATE.space(sized(*shape, SINGLE), HOPPER).configs())
+    assert not copies(TEMPLATE.space(by_columns(*shape, dtype=HALF), HOPPER).configs())
+    for target in (80, 86, 89, 100):
+        assert not copies(TEMPLATE.space(by_columns(*shape), machine(target)).configs())
+    tile = replace(ranked_tiles(Product(*shape, SINGLE), HOPPER)[0], depth_first=1)
+    assert "gains nothing" in unfit(tile, Product(*shape, SINGLE), HOPPER)
+    assert unfit(tile, Product(*shape, SINGLE, kn=True), HOPPER) is None
+
+
+def test_exact_fp32_that_may_be_tf32_is_not_copied(monkeypatch):
+    monkeypatch.setattr(Product, "exact_fp32", False)  # what torch.backends.cuda.matmul says
+    assert not copies(TEMPLATE.space(by_columns(4096, 768, 768), HOPPER).configs())

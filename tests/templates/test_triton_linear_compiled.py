@@ -10,7 +10,7 @@ from linear_compiling import compile_launch, launch_needs, record, written_tenso
 from linear_recipes import SHAPES, SMALL, sized
 from norm_recipes import BRAIN, HALF, SINGLE, machine
 from stof_compile.kernels import linear
-from stof_compile.templates.gemm_tiles import Product, Tile, shared_bytes
+from stof_compile.templates.gemm_estimate import Product, Tile, shared_bytes
 from stof_compile.templates.triton_linear import TritonLinear
 from template_checks import HOPPER
 

@@ -31,6 +31,7 @@ CASES = {
     "split": ({"residual": True, "factor": True}, {"split_k": 3}),
     "split, ragged parts": ({"k": 200, "activation": "relu"}, {"split_k": 7}),
     "more parts than steps": ({"k": 24}, {"split_k": 8}),
+    "[K, N], copied": ({"kn": True, "bias": "input"}, {"depth_first": 1, "block_n": 32}),
     "split, [K, N]": ({"kn": True}, {"split_k": 2, "block_n": 32}),
     "persistent": ({"rows": (257,), "residual": True}, {"persistent": 1}),
     "persistent pieces": ({"rows": (257,), "n": 200}, {"persistent": 1, "block_m": 128,

@@ -8,7 +8,7 @@ import torch
 from linear_recipes import Writer
 from norm_recipes import HALF, SINGLE, machine
 from rope_recipes import rope_recipe, sized
-from stof_compile.templates.gemm_tiles import Product, Tile, shared_bytes
+from stof_compile.templates.gemm_estimate import Product, Tile, shared_bytes
 from stof_compile.templates.triton_linear import DIMENSIONS
 from stof_compile.templates.triton_rope_linear import TritonRopeLinear
 from template_checks import HOPPER, refusal_of

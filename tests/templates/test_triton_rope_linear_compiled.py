@@ -10,7 +10,7 @@ from linear_recipes import SMALL
 from norm_recipes import BRAIN, HALF, SINGLE, machine
 from rope_recipes import sized
 from stof_compile.kernels import rope_linear
-from stof_compile.templates.gemm_tiles import Product, Tile, shared_bytes
+from stof_compile.templates.gemm_estimate import Product, Tile, shared_bytes
 from stof_compile.templates.triton_rope_linear import TritonRopeLinear
 
 pytestmark = pytest.mark.compile_only
