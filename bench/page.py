@@ -80,7 +80,8 @@ SECTIONS = (
             tables.models_table),
     Section("Whole models (Figure 11)", "BigBird, random weights; ms.",
             "e2e --model all", _is("e2e", without=(*APART, *DTYPES)), tables.models_table),
-    Section("Whole models in another dtype", "As above; bf16, and fp32 without TF32; ms.",
+    Section("Whole models in another dtype", "As above; bf16 by `--dtype "
+            "bfloat16`, and fp32 without TF32; ms.",
             "e2e --model all --dtype float32", _is("e2e", *DTYPES), tables.models_table),
     Section("Ablation (Figure 12)", "STOF with one half switched off, and with attention left to "
             "operator fusion; all ways of a cell in one process.",

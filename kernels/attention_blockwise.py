@@ -81,7 +81,7 @@ class BlockConfig(NamedTuple):
 # (Triton 3.6 and 3.9), but with what ``_limit`` leaves out.
 _LIMITED, _REGISTERS = (64, 64, 4, 3, 5), {64: 128, 32: 88}  # by keys of a tile
 # Tile rows of all heads from which its workers have enough to do to repay their start.
-LEAST_HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
+_HOPPER_UNITS, _HOPPER_FIRST_UNITS = 384, 2048
 
 
 def configs(
@@ -162,13 +162,27 @@ def configs(
         slim += [config._replace(num_stages=3, heads_fast=1) for config in narrowest[:2]]
         found += [config._replace(registers=_REGISTERS[config.block_k]) for config in slim]
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
-    if units < LEAST_HOPPER_UNITS or hopper_refusal(
-        head_dim, value_dim, dtype, capability, units, plain=plain
-    ):
+    if not hopper_pays(head_dim, value_dim, dtype, capability, units, plain=plain):
         return found
     forms = hopper_forms(head_dim, pairs=pairs, shared=shared)
     groups = [BlockConfig(rows, keys, 4, stages, hopper=p) for rows, keys, p, stages in forms]
     return groups + found if units >= _HOPPER_FIRST_UNITS else found + groups
+
+
+def hopper_pays(
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    units: int,
+    *,
+    plain: bool,
+) -> bool:
+    """Whether the Hopper kernel runs a problem, and has enough to do: arguments as those of
+    ``hopper_refusal``."""
+    if units < _HOPPER_UNITS:
+        return False
+    return hopper_refusal(head_dim, value_dim, dtype, capability, units, plain=plain) is None
 
 
 def _loops(

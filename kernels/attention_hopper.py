@@ -183,7 +183,7 @@ def attention_hopper_forward(
         scale: factor of the dot products, positive.
         programs: per multiprocessor, 1 to 4; 1 with tiles other than 64 x 64.
         stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
-            128 keys 2, or 4 up to head dim 64; with those of 192 rows 4.
+            128 keys 2, or 4 up to head dim 64; with those of 192 rows 4: keys of 4, values of 3.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.

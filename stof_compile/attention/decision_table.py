@@ -159,7 +159,10 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     narrow = half and programs >= FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
-    together = half and widest > 96 and not problem.fp8 and _hopper_serves(problem, capability)
+    together = half and widest > 96 and not problem.fp8
+    together = together and attention_blockwise.hopper_pays(
+        problem.head_dim, value_dim, problem.q.dtype, capability, programs, plain=problem.plain
+    )
     shared = together and _tile_area(problem, SHARED_TILE) <= SHARED_SHARE * most
     if shared:
         shared = kinds_refusal(problem.block_mask(SHARED_TILE).bitmap.shape[0]) is None
@@ -191,16 +194,6 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         (found if fitting[_LOOPS] == config.loops else changed).append(fitting)
     # where no form of a loop keeps what it promises, the one that is right for any mask
     return found or list(dict.fromkeys(changed))
-
-
-def _hopper_serves(problem: AttentionProblem, capability: tuple[int, int]) -> bool:
-    from stof_compile.kernels.attention_blockwise import LEAST_HOPPER_UNITS
-    from stof_compile.kernels.attention_hopper import hopper_refusal
-
-    units = problem.batch * problem.heads * -(-problem.q_len // TILE[0])
-    dims = problem.head_dim, problem.v.shape[3]
-    facts = *dims, problem.q.dtype, capability, units
-    return units >= LEAST_HOPPER_UNITS and hopper_refusal(*facts, plain=problem.plain) is None
 
 
 def _cudnn_serves(problem: AttentionProblem) -> bool:

@@ -180,7 +180,7 @@ def _impossible(choice: AttentionPlan, device: str, fp8: bool = False) -> str:
         known = not any(n < 1 or n & (n - 1) for n in edges)
         if choice.kernel == "block" and hopper_programs(config):
             known = edges in HOPPER_TILES
-            legal = "a Hopper tile, " + ", ".join(f"{q} x {k}" for q, k in HOPPER_TILES)
+            legal = "a Hopper tile of " + ", ".join(f"{q} x {k}" for q, k in HOPPER_TILES)
         wrong = len(edges) < 2 or min(config) < 0 or not known
         legal += ", and no number below 0"
     return f"config {list(config)} is none of {choice.kernel}, which has {legal}" if wrong else ""

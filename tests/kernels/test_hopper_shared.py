@@ -162,7 +162,7 @@ def test_a_stored_choice_of_it_is_followed():
     assert not _impossible(AttentionPlan("block", list(SHARED), "measured", ""), "cuda")
     assert "two edges of a tile, powers of two, and" in said(SHARED._replace(hopper=0))
     for wrong in ({"block_k": 128}, {"block_q": 128}, {"num_stages": -1}):
-        assert "a Hopper tile, 64 x 64, 64 x 128, 192 x 64, and" in said(SHARED._replace(**wrong))
+        assert "a Hopper tile of 64 x 64, 64 x 128, 192 x 64, and" in said(SHARED._replace(**wrong))
     assert "none of block" in said((64,))
     row = _impossible(AttentionPlan("row", (192, 64, 4), "measured", ""), "cuda")
     assert "none of row, which has two edges of a tile, powers of two, and" in row

@@ -38,6 +38,7 @@ CASES = {
     "split": ({"bias": True}, {"split_k": 3}),
     "split, ragged parts, pieces": ({"k": 200}, {"split_k": 7, "block_m": 64, "block_n": 64}),
     "persistent": ({"rows": (3, 67)}, {"persistent": 1}),
+    "[K, N], copied": ({"kn": True}, {"depth_first": 1}),
     "persistent pieces": ({"rows": (257,), "heads": (3, 1)}, {"persistent": 1, "block_m": 128,
                           "block_n": 128, "block_k": 32}),
 }  # fmt: skip
