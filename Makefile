@@ -17,6 +17,10 @@ CHECK := OMP_NUM_THREADS=1 $(BIN)/pytest -q --durations=10 -n $(JOBS) --dist wor
 # collecting all tests takes half a minute of two processes: only the files that have the mark
 MARKED = $$(grep -rl --include='test_*.py' $(1) tests)
 
+# Images set it, and then each of the hundreds of processes that tests start compiles our sources,
+# and each test process the tests themselves
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-oldest lint types docs browser unit interpreter compile-only clean
 .DELETE_ON_ERROR:
 

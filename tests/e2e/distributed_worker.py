@@ -151,7 +151,7 @@ CASES = {
 
 
 def main(cases, rank, folder):
-    gc.set_threshold(10_000, 10, 10)  # as in conftest.py
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     gc.freeze()
     backend.compile_with_inductor = without_inductor
     with without_flex():

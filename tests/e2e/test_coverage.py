@@ -1,7 +1,8 @@
 """Coverage matrix: every model of the zoo through ``torch.compile(backend="stof")``.
 
 Each row states that all attention layers are found, that the compiled model computes what the eager
-one does, and that there is one graph, as without STOF (attention/test_match_zoo.py counts those).
+one does, that there is one graph, as without STOF (attention/test_match_zoo.py counts those), and
+that torch's caches take it where they would have taken the captured one (see cache_refusals.py).
 With ``STOF_COVERAGE_ROWS=DIR STOF_WRITE_COVERAGE=1`` the rows go to docs/coverage.md.
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_refusals import assert_none_is_new, refusals
 from models import CASES, ModelCase
 
 from stof_compile import explain
@@ -90,7 +92,8 @@ def test_row(case: ModelCase, request: pytest.FixtureRequest):
         "tune_budget_s": 0,
         "inductor": {"fallback_random": True, "cpp.simdlen": 0},
     }
-    fast, found = run(case, lambda model: torch.compile(model, backend="stof", options=options))
+    with refusals() as refused:
+        fast, found = run(case, lambda model: torch.compile(model, backend="stof", options=options))
     seen = explain(fast)
     error = largest_error(found, expected)
     rewritten = sum(site.status == "rewritten" for site in seen.sites)
@@ -115,3 +118,4 @@ def test_row(case: ModelCase, request: pytest.FixtureRequest):
     assert len(seen.near_misses) == case.near_misses
     assert len(seen.graphs) == 1
     assert error <= ERROR_BOUND
+    assert_none_is_new(refused)

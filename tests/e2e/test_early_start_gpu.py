@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from linear_recipes import SMALL
 from stof_compile.templates.triton_linear import DIMENSIONS
 from torch._inductor.utils import run_and_get_code
 
@@ -18,9 +19,8 @@ pytestmark = [
         reason="launches overlap on Hopper and newer",
     ),
 ]
-CONFIG = {
+CONFIG = SMALL | {
     "block_m": 64, "block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 3, "group_m": 8,
-    "split_k": 1, "persistent": 0, "tma": 0,
 }  # fmt: skip
 
 

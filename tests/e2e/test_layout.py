@@ -38,7 +38,10 @@ def test_no_copy_between_attention_and_the_next_linear(kernel, fresh_dynamo, tmp
     with (
         torch.no_grad(),
         config.patch(
-            post_grad_custom_post_pass=kept, fx_graph_cache=False, force_disable_caches=True
+            post_grad_custom_post_pass=kept,
+            fx_graph_cache=False,
+            force_disable_caches=True,
+            **{"cpp.simdlen": 0},
         ),
     ):
         fast = torch.compile(model, backend="stof", options=options)

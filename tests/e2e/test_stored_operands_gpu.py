@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
+from linear_recipes import SMALL
 from stof_compile.templates.triton_linear import DIMENSIONS
 from torch._inductor.utils import run_and_get_code
 
@@ -13,9 +14,8 @@ from stof_compile.inductor import compile_with_settings
 
 pytestmark = pytest.mark.gpu
 HALF = torch.float16
-CONFIG = {
+CONFIG = SMALL | {
     "block_m": 64, "block_n": 128, "block_k": 64, "num_warps": 4, "num_stages": 3, "group_m": 8,
-    "split_k": 1, "persistent": 0, "tma": 0,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import LENGTH, hf_bert, hf_gpt2, hf_llama, hf_t5, nn_encoder_train
 from running import NO_TIMING, assert_same, masked, without_inductor
+from split_attention import Block
 
 from stof_compile import explain, masks
 from stof_compile.attention import dynamic
@@ -81,26 +82,36 @@ def test_gradients_through_inductor(fresh_dynamo):
     check(*hf_bert("sdpa", True, layers=1), MASK)
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
-def test_gradients_with_symbolic_lengths(quick, by_kernels, monkeypatch):
+def bert():
     from models import token_ids
 
+    return hf_bert("sdpa", False, layers=1)[0], lambda length: {"input_ids": token_ids(length)}
+
+
+def block():
+    return Block(), lambda length: {"x": torch.randn(2, length, 64)}
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+@pytest.mark.parametrize(
+    ("build", "attention"), [(bert, "gather"), (block, "auto"), (block, "sdpa")],
+    ids=["model", "auto", "sdpa"],
+)  # fmt: skip
+def test_gradients_with_symbolic_lengths(quick, build, attention, by_kernels, monkeypatch):
     # what a GPU would say
     monkeypatch.setattr(dynamic, "wants_kernel_gradients", lambda *operands: by_kernels)
-    model, _ = hf_bert("sdpa", False, layers=1)
-    for attention in ("auto", "gather", "sdpa"):
-        torch._dynamo.reset()
-        options = {**NO_TIMING, "mask": MASK, "attention": attention}
-        fast = torch.compile(model, backend="stof", options=options, dynamic=True)
-        for length in (LENGTH, 17):
-            inputs = {"input_ids": token_ids(length)}
-            with masked(MASK):
-                expected, gradients = step(model, model, inputs)
-            found, ours = step(fast, model, inputs)
-            assert_same(found, expected)
-            assert_same_gradients(ours, gradients)
-        statuses = {site.status for site in explain(fast).sites}
-        assert ("rewritten" in statuses) == (by_kernels and attention != "sdpa")
+    model, inputs_of = build()
+    options = {**NO_TIMING, "mask": MASK, "attention": attention}
+    fast = torch.compile(model, backend="stof", options=options, dynamic=True)
+    for length in (LENGTH, 17):
+        inputs = inputs_of(length)
+        with masked(MASK):
+            expected, gradients = step(model, model, inputs)
+        found, ours = step(fast, model, inputs)
+        assert_same(found, expected)
+        assert_same_gradients(ours, gradients)
+    statuses = {site.status for site in explain(fast).sites}
+    assert ("rewritten" in statuses) == (by_kernels and attention != "sdpa")
 
 
 def test_untimed_training_stays_with_the_backward_of_sdpa(quick):

@@ -27,6 +27,7 @@ REAL = {
     "decode": ((8, 1), HALF, LLAMA | {"period": 8}),
     "one row": ((1, 1), BRAIN, LARGE),
     "[K, N]": ((1, 1000), HALF, LARGE | {"kn": True, "bias": True}),
+    "[K, N], exact": ((2, 500), SINGLE, LARGE | {"kn": True}),
     "Q alone": ((2, 257), HALF, {"heads": (8,), "kept": 0, "dim": 256, "k": 1024}),
     "heads of 32": ((2, 257), BRAIN, {"heads": (8, 8), "kept": 8, "dim": 32, "k": 256}),
 }
