@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from stof_compile.kernels.biased_sdpa import bias_dtype
 from stof_compile.kernels.reference import tile_keep_rows
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def dense_forward(
         keep = keep & key_keep[:, None, None, :]
     attn_mask = keep
     if bias is not None:
-        attn_mask = bias.to(q.dtype).masked_fill(~keep, -torch.inf)
+        attn_mask = bias.to(bias_dtype(q.dtype, bias.dtype)).masked_fill(~keep, -torch.inf)
     if not lse.numel():
         out.copy_(
             F.scaled_dot_product_attention(
@@ -39,10 +40,11 @@ def dense_forward(
         )
         return
     group = q.shape[1] // k.shape[1]
-    additive = bias if bias is not None else torch.zeros((), dtype=q.dtype)
-    dense = additive.to(q.dtype).masked_fill(~keep, -torch.inf)
+    additive = attn_mask
+    if bias is None:
+        additive = torch.zeros((), dtype=q.dtype).masked_fill(~keep, -torch.inf)
     k, v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
-    result, sums = fused_attention(q, k, v, dense, scale, return_lse=True)
+    result, sums = fused_attention(q, k, v, additive, scale, return_lse=True)
     out.copy_(result)
     lse.copy_(sums)
 

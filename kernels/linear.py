@@ -99,8 +99,10 @@ def fused_linear_forward(
         (how.split_k, how.persistent),
     )
     k = x.shape[-1]
-    weight = weight.contiguous() if how.depth_first else weight
     w = weight_of("weight", weight, x, k, _NAME)
+    if how.depth_first and w.kn:
+        weight = weight.contiguous()
+        w = weight_of("weight", weight, x, k, _NAME)
     n = weight.shape[0]
     rows = rows_of("x", x, x, k, _NAME)
     added = None if residual is None else rows_of("residual", residual, x, n, _NAME)

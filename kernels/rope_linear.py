@@ -82,8 +82,10 @@ def fused_rope_linear_forward(
         (how.split_k, how.persistent),
     )
     k = x.shape[-1]
-    weight = weight.contiguous() if how.depth_first else weight
     w = weight_of("weight", weight, x, k, _NAME)
+    if how.depth_first and w.kn:
+        weight = weight.contiguous()
+        w = weight_of("weight", weight, x, k, _NAME)
     n = weight.shape[0]
     require(n % head_dim == 0, _NAME, f"N must be a multiple of head_dim ({head_dim})", n)
     rule = f"rotated must be a multiple of head_dim ({head_dim}) in {head_dim}..{n}"

@@ -17,6 +17,7 @@ from stof_compile.templates.gemm_estimate import (
     estimate_us,
     group_products,
     in_parts,
+    pays_to_copy,
     programs_at_once,
     turns_weights,
     unfit,
@@ -29,6 +30,9 @@ MAX_CONFIGS = 48
 """Configs of one space."""
 
 _SAME_TILE = 2  # configs of one tile and way to run it, so that others are tried as well
+# Behind a copy of the weight or on the weight as it is: so many of the form that is estimated to be
+# the slower one are offered, and the best of them in this place or before.
+_OTHER_FORM, _OTHER_FORM_PLACE = 8, 3
 
 
 def tile_space(product: Product, device: DeviceFacts, names: Sequence[str]) -> ConfigSpace:
@@ -67,23 +71,43 @@ def _ranked(
     if not fitting:  # the smallest tile fits every device and every product
         fitting = [Tile(16, max(16, product.column_step), 16, 2, 2)]
     fitting.sort(key=lambda tile: estimate_us(tile, product, device))
-    found: list[Tile] = []
-    seen: Counter[tuple[int, ...]] = Counter()
-    for tile in fitting:
-        if seen[tile.kind] < _SAME_TILE and len(found) < MAX_CONFIGS - 2:
-            seen[tile.kind] += 1
-            found.append(tile)
+    choose = _of_both_forms if turns_weights(product, device) else _different
+    found = choose(fitting, MAX_CONFIGS - 2)
     best = found[0]
     if product.m > 16 * best.block_m and (not names or "group_m" in names):
         found += [replace(best, group_m=group) for group in (4, 16)]
     return tuple(found)
 
 
+def _different(tiles: Iterable[Tile], most: int) -> list[Tile]:
+    """The first of the tiles, few of each kind."""
+    found: list[Tile] = []
+    seen: Counter[tuple[int, ...]] = Counter()
+    for tile in tiles:
+        if seen[tile.kind] < _SAME_TILE and len(found) < most:
+            seen[tile.kind] += 1
+            found.append(tile)
+    return found
+
+
+def _of_both_forms(tiles: Sequence[Tile], most: int) -> list[Tile]:
+    """``_different`` with some behind a copy of the weight and some not, wherever both fit."""
+    first = tiles[0].depth_first
+    others = _different((t for t in tiles if t.depth_first != first), _OTHER_FORM)
+    own = _different((t for t in tiles if t.depth_first == first), most - len(others))
+    chosen = {*own, *others}
+    found = [tile for tile in tiles if tile in chosen]
+    if others and found.index(others[0]) > _OTHER_FORM_PLACE:
+        found.remove(others[0])
+        found.insert(_OTHER_FORM_PLACE, others[0])
+    return found
+
+
 def _with_copies(product: Product, device: DeviceFacts) -> Iterable[Tile]:
     """What is offered, each also behind a copy of the weight where that may pay."""
     for tile in _offered(product, device):
         yield tile
-        if turns_weights(product, device):
+        if pays_to_copy(tile, product, device):
             yield replace(tile, depth_first=1)
 
 

@@ -129,6 +129,12 @@ def read_product(recipe: Recipe, step: SpineStep, *, first: bool) -> LinearOpera
     return product_of(recipe, x, rest, bool(step.attr("weight_kn", False)))
 
 
+def by_columns(recipe: Recipe, product: LinearOperands) -> bool:
+    """Whether a weight has no unit stride along the depth of its product, however it is written."""
+    along_depth = recipe.operands[product.weight].stride[0 if product.kn else 1]
+    return product.k > 1 and along_depth != 1
+
+
 def product_of(
     recipe: Recipe, x: int | None, rest: Sequence[int], kn: bool
 ) -> LinearOperands | str:

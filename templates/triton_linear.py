@@ -11,6 +11,7 @@ from stof_compile.templates.gemm_estimate import Product
 from stof_compile.templates.gemm_tiles import ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
     accepted,
+    by_columns,
     linear_refusal,
     read_layer,
     transposing,
@@ -79,4 +80,5 @@ class TritonLinear(Template):
 def _product(recipe: Recipe) -> Product:
     linear, _ = accepted(read_layer(recipe))
     rows = prod(recipe.result.shape[:-1])
-    return Product(rows, linear.n, linear.k, recipe.result.dtype, kn=linear.kn)
+    kn = by_columns(recipe, linear)
+    return Product(rows, linear.n, linear.k, recipe.result.dtype, kn=kn)

@@ -13,6 +13,7 @@ from stof_compile.templates.gemm_tiles import ranked_tiles, tile_space
 from stof_compile.templates.linear_operands import (
     LinearOperands,
     accepted,
+    by_columns,
     linear_refusal,
     product_of,
     transposing,
@@ -116,5 +117,5 @@ def _product(recipe: Recipe) -> Product:
     rope = accepted(_read(recipe))
     rows = prod(recipe.result.shape[:-1])
     n, k = rope.product.n, rope.product.k
-    dtype, kn = recipe.result.dtype, rope.product.kn
+    dtype, kn = recipe.result.dtype, by_columns(recipe, rope.product)
     return Product(rows, n, k, dtype, column_step=rope.head_dim, kn=kn)

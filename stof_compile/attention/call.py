@@ -292,6 +292,8 @@ def _bind_cudnn(problem: AttentionProblem) -> KernelCall:
 
 
 def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
+    from stof_compile.kernels.biased_sdpa import bias_dtype, converted, operand_dtype
+
     if problem.softcap > 0:
         raise StofUnsupportedError("SDPA has no softcap")
     gqa = problem.k.shape[1] != problem.heads
@@ -308,6 +310,9 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
             )
         name = f"mask_{block_mask.key[:12]}_dense"
         buffers[name] = block_mask.to_dense()
+    dtype = problem.q.dtype
+    added = dtype if problem.bias is None else bias_dtype(dtype, problem.bias.dtype)
+    computed = operand_dtype(dtype, added, problem.device.type)
 
     def run(q: Any, k: Any, v: Any, key_keep: Any, bias: Any, held: dict[str, Any]) -> Any:
         mask = held[name] if name else None
@@ -316,16 +321,15 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
             mask = padding if mask is None else mask & padding
         if bias is not None:
             mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
-            mask = mask.to(problem.q.dtype)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
+            mask = mask.to(added)
+        out = F.scaled_dot_product_attention(
+            *converted((q, k, v), computed, dtype),
             attn_mask=mask,
             dropout_p=0.0,
             is_causal=causal,
             scale=problem.scale,
             enable_gqa=gqa,
         )
+        return out if computed == dtype else out.to(dtype)
 
     return KernelCall(buffers, run)

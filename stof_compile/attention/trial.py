@@ -87,6 +87,8 @@ def _input_sets(problem: AttentionProblem) -> int:
 
 
 def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tuple[Any, ...]:
+    from stof_compile.kernels.biased_sdpa import bias_dtype
+
     device = problem.device
     q, k, v = (meta.random(device, generator) for meta in (problem.q, problem.k, problem.v))
     keep = (
@@ -95,6 +97,8 @@ def _random_inputs(problem: AttentionProblem, generator: torch.Generator) -> tup
         else None
     )
     bias = problem.bias.random(device, generator) if problem.bias is not None else None
+    if bias is not None and bias_dtype(q.dtype, bias.dtype) != q.dtype:
+        bias = bias + 256.0  # the softmax is that of before; rounded to q's dtype it would not be
     return q, k, v, keep, bias
 
 

@@ -1,5 +1,6 @@
 """The linear template: what it accepts and offers, and the schema of its operator."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -265,6 +266,54 @@ def test_exact_fp32_on_hopper_copies_weights_by_columns_of_many_rows():
         assert by_depth + 2 < behind < 1.2 * by_depth < 1.3 * by_depth < as_it_is
     for rows in (1, 16, 128):
         assert TEMPLATE.first(by_columns(rows, 3072, 768), HOPPER)["depth_first"] == 0
+
+
+def test_a_copy_takes_as_long_as_it_was_measured():
+    """us on an H200; it depends on the weight alone."""
+    for rows, (n, k, us) in itertools.product((512, 4096), COPIES):
+        product = Product(rows, n, k, SINGLE, kn=True)
+        tile = next(tile for tile in ranked_tiles(product, HOPPER) if tile.depth_first)
+        by_depth = estimate_us(replace(tile, depth_first=0), replace(product, kn=False), HOPPER)
+        assert estimate_us(tile, product, HOPPER) - by_depth == pytest.approx(us, rel=0.05)
+
+
+COPIES = (768, 768, 7.4), (2304, 768, 15.0), (3072, 768, 18.9), (768, 3072, 19.0)
+
+
+@pytest.mark.parametrize(
+    "shape", [(384, 768, 3072), (640, 768, 3072), (1024, 1024, 4096), (4096, 3072, 768)], ids=str
+)
+def test_both_forms_of_a_weight_by_columns_are_offered(shape):
+    """Where they are close and where one is far ahead: the search tries the other early."""
+    configs = TEMPLATE.space(by_columns(*shape), HOPPER).configs()
+    forms = [config["depth_first"] for config in configs]
+    assert set(forms[:4]) == {0, 1}
+    assert min(forms.count(0), forms.count(1)) >= 8
+
+
+def test_a_copy_must_pay():
+    """Where the copy costs more than a product by depth gains the weight is read as it is."""
+    for shape in ((256, 3072, 768), (384, 768, 3072), (512, 3072, 768)):
+        assert TEMPLATE.first(by_columns(*shape), HOPPER)["depth_first"] == 0
+    product = Product(4096, 768, 768, SINGLE, kn=True)
+    low = Tile(32, 32, 32, 4, 2, depth_first=1)  # no product of warp groups, which turn weights
+    assert "gains nothing" in unfit(low, product, HOPPER)
+
+
+@pytest.mark.parametrize("kn", [False, True], ids=["linear", "matmul"])
+@pytest.mark.parametrize("turned", [False, True], ids=["as written", "a view"])
+def test_how_a_weight_lies_decides_and_not_how_it_is_written(kn, turned):
+    w = Writer(SINGLE, "cpu")
+    x = w.operand(4096, 768)
+    shape = (768, 3072) if kn != turned else (3072, 768)
+    weight = torch.empty(shape, device="meta")
+    w.operands.append(weight.t() if turned else weight)
+    w.step("linear", x, ("o", 1), **({"weight_kn": True} if kn else {}))
+    recipe = on_gpu(w.done()[0])
+    assert recipe.result.shape == (4096, 3072)
+    configs = TEMPLATE.space(recipe, HOPPER).configs()
+    assert TEMPLATE.first(recipe, HOPPER)["depth_first"] == (kn != turned)
+    assert bool(copies(configs)) == (kn != turned)
 
 
 def test_no_other_weight_is_copied():

@@ -96,6 +96,18 @@ def test_exact_fp32_is_three_products_of_tf32():
     assert recorded(128, 768, 768, SINGLE, config).arguments["PRECISION"] == "tf32x3"
 
 
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize("copied", [0, 1])
+def test_a_weight_by_columns_is_read_by_depth_behind_a_copy(copied, kn, monkeypatch):
+    # without CUDA a stand-in of a GPU's tensor has no operator that copies it
+    like = {"dtype": SINGLE, "device": "cuda"}
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: torch.empty(t.shape, **like))
+    config = TEMPLATE.first(sized(4096, 768, 1536, SINGLE), HOPPER) | {"depth_first": copied}
+    found = recorded(4096, 768, 1536, SINGLE, config, kn=kn).arguments
+    by_columns = kn and not copied
+    assert (found["WEIGHT_KN"], found["stride_w"]) == (by_columns, 768 if by_columns else 1536)
+
+
 def test_loads_and_products_of_hopper_overlap():
     config = TEMPLATE.first(sized(32768, 3072, 768), HOPPER)
     text = compile_launch(recorded(32768, 3072, 768, HALF, config), 90).asm["ttgir"]

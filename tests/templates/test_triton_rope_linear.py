@@ -144,3 +144,11 @@ def test_the_space_is_a_few_dozen_tiles_of_whole_heads(target, rows, dim, dtype)
         used = shared_bytes(Tile(**config), Product(rows, 3072, 2048, dtype), device)
         assert used <= device.shared_memory_bytes
         assert target >= 90 or not config["tma"]
+
+
+@pytest.mark.parametrize("kn", [False, True])
+def test_exact_fp32_on_hopper_copies_weights_by_columns_of_many_rows(kn):
+    form = {"heads": (8, 2), "kept": 2, "dim": 64, "k": 1024, "kn": kn, "device": "cpu"}
+    recipe, _ = rope_recipe((4096,), dtype=SINGLE, **form)
+    copied = [config["depth_first"] for config in TEMPLATE.space(recipe, HOPPER).configs()]
+    assert copied[0] == kn and max(copied) == kn

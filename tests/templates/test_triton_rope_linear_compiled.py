@@ -113,6 +113,18 @@ def test_torch_sees_that_only_the_results_are_written(change):
     assert written_tensors(launch) == {"out"} | extra
 
 
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize("copied", [0, 1])
+def test_a_weight_by_columns_is_read_by_depth_behind_a_copy(copied, kn, monkeypatch):
+    # without CUDA a stand-in of a GPU's tensor has no operator that copies it
+    like = {"dtype": SINGLE, "device": "cuda"}
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: torch.empty(t.shape, **like))
+    config = space(90, 4096, 64, SINGLE)[0] | {"depth_first": copied}
+    found = recorded(4096, 64, SINGLE, config, kn=kn).arguments
+    by_columns = kn and not copied
+    assert (found["WEIGHT_KN"], found["stride_w"]) == (by_columns, 3072 if by_columns else K)
+
+
 def test_exact_fp32_is_three_products_of_tf32():
     config = space(90, 128, 64, SINGLE)[0]
     assert recorded(128, 64, SINGLE, config).arguments["PRECISION"] == "tf32x3"
