@@ -101,9 +101,9 @@ def _candidates(
         elif name == "softmax":
             found = softmax_site(gm, node, facts, writes)
         elif name == "flex_attention":
-            found = _kernel_site(node, "flex")
+            found = _kernel_site(gm, node, "flex")
         elif raw_name(node).startswith("stof::attention"):
-            found = _kernel_site(node, "stof")
+            found = _kernel_site(gm, node, "stof")
         elif name == "multi_head_attention_forward":
             found = Mismatch(
                 "nn.MultiheadAttention with bias_k, add_zero_attn or static keys stays one call"
@@ -120,11 +120,21 @@ def _candidates(
             yield node, found
 
 
-def _kernel_site(node: Node, form: Form) -> Found | None:
+def _kernel_site(gm: GraphModule, node: Node, form: Form) -> Found | None:
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
     if form == "stof":
         q, k, v = (argument(node, i, n) for i, n in enumerate(("q", "k", "v")))
     if not all(isinstance(n, Node) for n in (q, k, v)):
         return None
     first = next((u for u in node.users if raw_name(u) == "getitem" and u.args[1] == 0), node)
-    return {"form": form, "output": first, "q": q, "k": k, "v": v}
+    relation = sequence_relation(gm.graph, q, k, node)
+    return {
+        "form": form,
+        "output": first,
+        "q": q,
+        "k": k,
+        "v": v,
+        "cross": relation.cross,
+        "cross_known": relation.known,
+        "undecided": relation.undecided,
+    }

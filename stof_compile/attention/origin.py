@@ -301,8 +301,8 @@ def _stream(graph: Graph, start: Node, reader: Node, *, deep: bool) -> tuple[set
         if node.op == "placeholder":
             if not is_module_tensor(node):
                 (seen if projected else inputs).add(node)
-                if not projected:
-                    stack.extend((w, False) for w in key_writes(graph, node, reader))
+            if not projected:  # a cache, which may be a buffer of the model
+                stack.extend((w, False) for w in key_writes(graph, node, reader))
             continue
         if node.op not in ("call_function", "call_method") or is_size(node):
             continue
