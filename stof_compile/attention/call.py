@@ -322,8 +322,11 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
         if bias is not None:
             mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
             mask = mask.to(added)
+        q, k, v = converted((q, k, v), computed, dtype)
         out = F.scaled_dot_product_attention(
-            *converted((q, k, v), computed, dtype),
+            q,
+            k,
+            v,
             attn_mask=mask,
             dropout_p=0.0,
             is_causal=causal,

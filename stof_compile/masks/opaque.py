@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -140,8 +140,8 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
     """Trace ``mask_mod(b, h, q_idx, kv_idx)`` on scalar indices.
 
     Raises:
-        StofMaskError: it branches on values, reads a tensor's value, or uses something that can't
-            be stored.
+        StofMaskError: it branches on values, reads a tensor's value, uses something that can't be
+            stored, or does not answer yes or no.
     """
     name = getattr(mask_mod, "__qualname__", repr(mask_mod))
     if not callable(mask_mod):
@@ -156,7 +156,7 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
             with _disable_current_modes(), _no_grad():
                 zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(_INPUTS)]
                 with _IndexByTensor():
-                    module = make_fx(mask_mod)(*zeros)
+                    module = make_fx(partial(_answer, mask_mod, name))(*zeros)
             return _store(module, name)
         except StofMaskError:
             raise
@@ -168,6 +168,22 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
         "in tensor operations: no `if`, `and`, `or`, `not`, int() or .item() on them; use &, |, "
         "~ and torch.where"
     ) from failure
+
+
+def _answer(mask_mod: Callable[..., Any], name: str, *indices: Tensor) -> Any:
+    """What a mask_mod says of one pair of positions, if that is a yes or a no."""
+    answer = mask_mod(*indices)
+    if isinstance(answer, Tensor):
+        got = f"a tensor {list(answer.shape)} of {answer.dtype}"
+        fits = answer.numel() == 1 and not (answer.is_floating_point() or answer.is_complex())
+    else:
+        got, fits = f"{answer!r}", isinstance(answer, int)
+    if not fits:
+        raise StofMaskError(
+            f"mask_mod {name} returned {got} for one query and one key; it has to return one bool, "
+            "True where the query sees the key. What is added to the scores is a bias, not a mask"
+        )
+    return answer
 
 
 @contextmanager

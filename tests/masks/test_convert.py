@@ -98,6 +98,32 @@ def test_untraceable_rules_say_why():
         masks.rule(3)
 
 
+@pytest.mark.parametrize(
+    ("mask_mod", "got"),
+    [
+        (lambda b, h, q, k: torch.where(q >= k, 0.0, -torch.inf), r"\[\] of torch.float32"),
+        (lambda b, h, q, k: None, "None"),
+        (lambda b, h, q, k: 1.0, "1.0"),
+        (lambda b, h, q, k: torch.arange(3) > q, r"\[3\] of torch.bool"),
+    ],
+    ids=["what is added to scores", "no return", "a number", "several"],
+)
+def test_a_rule_answers_yes_or_no(mask_mod, got):
+    with pytest.raises(StofMaskError, match=rf"returned (a tensor )?{got}.*True where the query"):
+        masks.rule(mask_mod)
+
+
+def test_a_rule_may_answer_with_a_constant_or_an_integer():
+    kept = torch.ones(5, 5, dtype=torch.bool)
+    for mask_mod, keep in (
+        (lambda b, h, q, k: True, kept),
+        (lambda b, h, q, k: (q >= k).int(), kept.tril()),
+        (lambda b, h, q, k: kept.triu()[q, k][None], kept.triu()),
+    ):
+        spec = masks.rule(mask_mod)
+        assert masks.build_block_mask(spec, 5, 5, 16).to_dense().equal(keep[None, None])
+
+
 def test_stored_graphs_call_aten_only():
     spec = masks.rule(documents)
     node = json.loads(spec.to_json())
