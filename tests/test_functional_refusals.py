@@ -134,3 +134,17 @@ def test_a_device_without_kernels_is_refused():
     q = torch.empty(1, 2, 8, 16, device="meta")
     with pytest.raises(StofUnsupportedError, match="no kernel for device 'meta'"):
         sparse_attention(q, q, q, WINDOW)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
+def test_gradients_of_torch_func_are_refused(transform):
+    def attend(q):
+        return sparse_attention(q, q, q, WINDOW).sum()
+
+    q, k, v = operands()
+    with pytest.raises(StofUnsupportedError, match=r"torch\.autograd\.grad"):
+        transform(attend)(q) if transform is not torch.func.vjp else transform(attend, q)
+    # a call that SDPA answers, and a transform that takes no gradient
+    assert torch.func.grad(lambda q: sparse_attention(q, k, v, enable_gqa=True).sum())(q).any()
+    rows = torch.vmap(lambda q: sparse_attention(q, q, q, WINDOW))(torch.stack([q, -q]))
+    torch.testing.assert_close(rows[0], sparse_attention(q, q, q, WINDOW))

@@ -197,6 +197,16 @@ def _refuse_tangents(*operands: Tensor | None) -> None:
             )
 
 
+def _refuse_functional_gradients() -> None:
+    """See that no torch.func transform wants a gradient of STOF's operators."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() == torch._C._functorch.TransformType.Grad for level in stack):
+        raise StofUnsupportedError(
+            "sparse_attention: torch.func.grad, vjp and jacrev cannot go through its operators; "
+            "take torch.autograd.grad, or scaled_dot_product_attention with the mask as a tensor"
+        )
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -259,6 +269,7 @@ def _attend(
         if is_causal:
             return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
         return _sdpa(q, k, v, dense_mask(block_mask), key_keep, bias, scale), q.new_empty(0)
+    _refuse_functional_gradients()
     if kernel == "block":
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
