@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from stof_compile.kernels.biased_sdpa import bias_dtype
-from stof_compile.kernels.reference import tile_keep_rows
+from stof_compile.kernels.reference import tile_keep_rows, without_autocast
 from torch import Tensor
 
 
@@ -33,11 +33,12 @@ def dense_forward(
     if bias is not None:
         attn_mask = bias.to(bias_dtype(q.dtype, bias.dtype)).masked_fill(~keep, -torch.inf)
     if not lse.numel():
-        out.copy_(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        with without_autocast(q):  # a bias would be rounded
+            out.copy_(
+                F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                )
             )
-        )
         return
     group = q.shape[1] // k.shape[1]
     additive = attn_mask

@@ -49,7 +49,7 @@ def attention_reference(
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = _computing_dtype(q)
-    with _without_autocast(q):
+    with without_autocast(q):
         x, _ = _scores(q.to(dtype), k.to(dtype), keep, key_keep, bias, factor, softcap)
         p, lse = _safe_softmax(x)
         out = _per_group(p, v) @ v.to(dtype).unsqueeze(2)
@@ -116,7 +116,7 @@ def attention_backward_reference(
     dbias = None
     if bias_grad and full_bias is not None:
         dbias = torch.zeros(full_bias.shape, dtype=dtype, device=q.device)
-    with _without_autocast(q):
+    with without_autocast(q):
         for first in range(0, q.shape[2], strip):
             last = min(first + strip, q.shape[2])
             rows = slice(first, last)
@@ -235,7 +235,7 @@ def band_keep(q_pos: Tensor, k_pos: Tensor, band: Sequence[int]) -> Tensor:
     return ((d >= lo) & (d <= hi) | (q_pos < global_q) | (k_pos < global_k)) & (d <= cap)
 
 
-def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
+def without_autocast(q: Tensor) -> AbstractContextManager[object]:
     """Keep products in the computing dtype, also where autocast is open: it would round them, in
     a backward pass, too, that is begun inside.
     """

@@ -376,6 +376,7 @@ def _sdpa(
 ) -> Tensor:
     """SDPA with everything that restricts the keys joined into its one mask."""
     from stof_compile.kernels.biased_sdpa import bias_dtype, converted, operand_dtype
+    from stof_compile.kernels.reference import without_autocast
 
     if key_keep is not None:
         padding = key_keep[:, None, None, :]
@@ -390,5 +391,6 @@ def _sdpa(
     gqa = q.shape[1] != k.shape[1]
     how: dict[str, Any] = {"is_causal": True} if is_causal else {"attn_mask": mask}
     q, k, v = converted((q, k, v), computed, dtype)
-    out = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=gqa)
+    with without_autocast(q):  # the operands are what it makes of them; a bias would be rounded
+        out = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=gqa)
     return out.to(dtype)

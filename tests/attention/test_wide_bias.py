@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from close import assert_close
 from stof_compile.kernels.biased_sdpa import bias_dtype, converted, operand_dtype
 
-from stof_compile import attention_kernel, masks, sparse_attention
+from stof_compile import attention_kernel, explain, masks, sparse_attention
 
 LENGTH = 96
 KEEP = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -68,6 +68,26 @@ def test_compiled(operands, spelling, budget, fresh_dynamo, tmp_path):
     found = torch.compile(attend, backend="stof", options=options)(*operands)
     # scores that a model keeps in fp16 or bf16 until then are its own
     assert_close(found, exact(*operands), operands[0].dtype, scale=4.0)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "gather"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_compiled_under_autocast(operands, inside, kernel, fresh_dynamo):
+    """Autocast rounds the mask that SDPA is given; scores by hand it leaves as they are."""
+
+    def softmax(q, k, v, bias):
+        return (q @ k.mT * 32**-0.5 + bias).softmax(-1).to(q.dtype) @ v
+
+    def under(*given):
+        with torch.autocast("cpu", given[0].dtype):
+            return softmax(*given)
+
+    options = {"tune_budget_s": 0, "attention": kernel, "mask": masks.causal()}
+    fast = torch.compile(under if inside else softmax, backend="stof", options=options)
+    with torch.autocast("cpu", operands[0].dtype, enabled=not inside):
+        found = fast(*operands)
+    assert_close(found, exact(*operands), operands[0].dtype, scale=4.0)
+    assert [site.status for site in explain(fast).sites] == ["rewritten"]
 
 
 def test_gradients(operands):
