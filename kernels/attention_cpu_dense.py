@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from stof_compile.kernels.biased_sdpa import bias_dtype
-from stof_compile.kernels.reference import tile_keep_rows, without_autocast
+from stof_compile.kernels.biased_sdpa import bias_dtype, biased_sdpa
+from stof_compile.kernels.reference import tile_keep_rows
 from torch import Tensor
 
 
@@ -29,21 +29,12 @@ def dense_forward(
     assert keep is not None, "a block mask always expands to a mask"
     if key_keep is not None:
         keep = keep & key_keep[:, None, None, :]
-    attn_mask = keep
-    if bias is not None:
-        attn_mask = bias.to(bias_dtype(q.dtype, bias.dtype)).masked_fill(~keep, -torch.inf)
     if not lse.numel():
-        with without_autocast(q):  # a bias would be rounded
-            out.copy_(
-                F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-                )
-            )
+        out.copy_(biased_sdpa(q, k, v, keep, bias, scale))
         return
     group = q.shape[1] // k.shape[1]
-    additive = attn_mask
-    if bias is None:
-        additive = torch.zeros((), dtype=q.dtype).masked_fill(~keep, -torch.inf)
+    added = torch.zeros((), dtype=q.dtype) if bias is None else bias
+    additive = added.to(bias_dtype(q.dtype, added.dtype)).masked_fill(~keep, -torch.inf)
     k, v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
     result, sums = fused_attention(q, k, v, additive, scale, return_lse=True)
     out.copy_(result)

@@ -1,10 +1,13 @@
-"""PyTorch's SDPA with an additive bias that has more bits than the queries, which keeps them: a
+"""PyTorch's SDPA with a mask and an additive bias. One of more bits than the queries keeps them: a
 score of hundreds rounded to fp16 or bf16 is another score."""
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .reference import without_autocast
 
 
 def bias_dtype(q_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -19,6 +22,31 @@ def operand_dtype(q_dtype: torch.dtype, added: torch.dtype, device_type: str) ->
     return q_dtype if device_type == "cpu" else added
 
 
-def converted(tensors: Sequence[Tensor], dtype: torch.dtype, q_dtype: torch.dtype) -> list[Tensor]:
-    """The tensors in a dtype, of which ``q_dtype`` says what they have."""
-    return list(tensors) if dtype == q_dtype else [tensor.to(dtype) for tensor in tensors]
+def biased_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, scale: float
+) -> Tensor:
+    """SDPA under a mask, a bias or both; fewer key than query heads share them.
+
+    Args:
+        q: [B, Hq, Q, D]. k: [B, Hk, K, D]. v: [B, Hk, K, Dv]; of one dtype, autocast is done.
+        keep: bool, True where a key is seen. bias: added to the scores. Both broadcastable to
+            [B, Hq, Q, K], or None.
+
+    Returns:
+        [B, Hq, Q, Dv] in the dtype of q.
+    """
+    dtype = computed = q.dtype
+    mask = keep
+    if bias is not None:
+        bias = bias.to(bias_dtype(dtype, bias.dtype))
+        computed = operand_dtype(dtype, bias.dtype, q.device.type)
+        if bias.dim() < 2:  # SDPA wants both lengths
+            bias = bias.expand(q.shape[2], k.shape[2])
+        mask = bias if keep is None else torch.where(keep, bias, float("-inf"))
+    if computed != dtype:
+        q, k, v = q.to(computed), k.to(computed), v.to(computed)
+    with nullcontext() if bias is None else without_autocast(q):  # which would round the bias
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out if computed == dtype else out.to(dtype)

@@ -304,20 +304,10 @@ def _attend_dense(
         out, lse = attention_reference(q, k, v, keep, key_keep, bias, scale, softcap, True)
         lse = lse.float() if return_lse else q.new_empty(0, dtype=torch.float32)
     else:
-        from stof_compile.kernels.biased_sdpa import bias_dtype, converted, operand_dtype
-        from stof_compile.kernels.reference import without_autocast
+        from stof_compile.kernels.biased_sdpa import biased_sdpa
 
         mask = keep if key_keep is None else keep & key_keep[:, None, None, :]
-        dtype = computed = q.dtype
-        if bias is not None:
-            bias = bias.to(bias_dtype(dtype, bias.dtype))
-            computed = operand_dtype(dtype, bias.dtype, q.device.type)
-            mask = torch.where(mask, bias, float("-inf"))
-        q, k, v = converted((q, k, v), computed, dtype)
-        with without_autocast(q):  # a bias would be rounded
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            ).to(dtype)
+        out = biased_sdpa(q, k, v, mask, bias, scale)
         lse = q.new_empty(0, dtype=torch.float32)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 

@@ -13,8 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # the cores are taken: a pool of Inductor's for each test process only imports torch once more
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Dynamo makes many objects and torch and transformers leave millions: with Python's thresholds a
-# sixth of the time goes into walking over them, with a tenth of these a twentieth. Tests in which
-# garbage matters collect it
+# sixth of the time goes into walking over them, with (10_000, 10, 10) still a twentieth. Tests in
+# which garbage matters collect it
 gc.set_threshold(50_000, 20, 20)
 
 # how long an example takes says something about the machine only

@@ -165,8 +165,10 @@ def test_json_has_no_nan(capsys):
 @pytest.mark.parametrize(
     "call, status",
     [
+        (["cache", "ls"], 141),
         (["cache", "ls", "--json"], 141),
         (["--help"], 141),
+        (["--version"], 141),
         (["explain", "nothing-here", "--json"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

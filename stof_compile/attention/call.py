@@ -292,7 +292,7 @@ def _bind_cudnn(problem: AttentionProblem) -> KernelCall:
 
 
 def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
-    from stof_compile.kernels.biased_sdpa import bias_dtype, converted, operand_dtype
+    from stof_compile.kernels.biased_sdpa import bias_dtype, operand_dtype
 
     if problem.softcap > 0:
         raise StofUnsupportedError("SDPA has no softcap")
@@ -330,7 +330,8 @@ def _bind_sdpa(problem: AttentionProblem) -> KernelCall:
             for _ in range(0 if name or key_keep is not None else 4 - bias_dims):
                 mask = mask.unsqueeze(0)
             return op(q, k, v, 0.0, False, attn_mask=mask, scale=problem.scale)[0]
-        q, k, v = converted((q, k, v), computed, dtype)
+        if computed != dtype:
+            q, k, v = q.to(computed), k.to(computed), v.to(computed)
         out = F.scaled_dot_product_attention(
             q,
             k,

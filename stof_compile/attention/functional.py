@@ -375,22 +375,12 @@ def _sdpa(
     is_causal: bool = False,
 ) -> Tensor:
     """SDPA with everything that restricts the keys joined into its one mask."""
-    from stof_compile.kernels.biased_sdpa import bias_dtype, converted, operand_dtype
-    from stof_compile.kernels.reference import without_autocast
+    from stof_compile.kernels.biased_sdpa import biased_sdpa
 
     if key_keep is not None:
         padding = key_keep[:, None, None, :]
         mask = padding if mask is None else mask & padding
-    dtype = computed = q.dtype
-    if bias is not None:
-        bias = bias.to(bias_dtype(dtype, bias.dtype))
-        computed = operand_dtype(dtype, bias.dtype, q.device.type)
-        if bias.dim() < 2:  # SDPA wants both lengths
-            bias = bias.expand(q.shape[2], k.shape[2])
-        mask = bias if mask is None else torch.where(mask, bias, -float("inf"))
-    gqa = q.shape[1] != k.shape[1]
-    how: dict[str, Any] = {"is_causal": True} if is_causal else {"attn_mask": mask}
-    q, k, v = converted((q, k, v), computed, dtype)
-    with without_autocast(q):  # the operands are what it makes of them; a bias would be rounded
-        out = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=gqa)
-    return out.to(dtype)
+    if is_causal:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    return biased_sdpa(q, k, v, mask, bias, scale)

@@ -1,6 +1,6 @@
 """Whole models with operators replaced: as near to the fp64 model as torch.compile's own result.
 
-Five models of the zoo with one layer (T5: one of either side) and no mask in the options, so that
+Six models of the zoo with one layer (T5: one of either side) and no mask in the options, so that
 the function is the model's own. Templates are made of torch operations; all else is as users get
 it, Inductor included.
 """
@@ -14,7 +14,7 @@ from torch_templates import templates_win
 from stof_compile import explain, zoo
 from stof_compile.verdict import FastestForm
 
-MODELS = ("bert", "gpt2", "llama", "t5", "vit")
+MODELS = ("bert", "gpt2", "llama", "t5", "vit", "distilbert")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # compiling is what takes the time; `bench/run.py accuracy` has every model on a GPU
 CASES = [*((name, "fp32") for name in MODELS), ("bert", "bf16"), ("llama", "bf16")]

@@ -66,13 +66,8 @@ def test_the_fast_path_of_an_encoder_layer(norm_first):
     assert graphs(fast) == (1, {"rewritten"})
 
 
-@pytest.mark.parametrize(
-    ("build", "mask"),
-    [
-        (hf_gpt2, None), (hf_gpt2, masks.longformer(3, 2)), (hf_llama, masks.longformer(3, 2)),
-        (hf_mistral, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("mask", [None, masks.longformer(3, 2)], ids=repr)
+@pytest.mark.parametrize("build", [hf_gpt2, hf_llama, hf_mistral], ids=lambda b: b.__name__)
 @torch.no_grad()
 def test_a_model_that_computes_its_own_mask(build, mask):
     model, _ = build("sdpa", False, layers=1)

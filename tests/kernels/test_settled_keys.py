@@ -43,4 +43,5 @@ def test_the_same_in_every_process():
     """Triton 3.6 alone gives linear_kernel another key where rope_linear_kernel came first."""
     first = keys(0)
     assert {"linear_kernel", "rope_linear_kernel", "attention_block_kernel"} <= set(first)
-    assert keys(1) == first
+    for seed in (1, 2):
+        assert keys(seed) == first

@@ -268,16 +268,17 @@ def test_exact_fp32_on_hopper_copies_weights_by_columns_of_many_rows():
         assert TEMPLATE.first(by_columns(rows, 3072, 768), HOPPER)["depth_first"] == 0
 
 
+COPIES = (768, 768, 7.4), (2304, 768, 15.0), (3072, 768, 18.9), (768, 3072, 19.0)
+"""Columns, depth and us on an H200 (docs/fusion.md#fp32)."""
+
+
 def test_a_copy_takes_as_long_as_it_was_measured():
-    """us on an H200; it depends on the weight alone."""
+    """It depends on the weight alone."""
     for rows, (n, k, us) in itertools.product((512, 4096), COPIES):
         product = Product(rows, n, k, SINGLE, kn=True)
         tile = next(tile for tile in ranked_tiles(product, HOPPER) if tile.depth_first)
         by_depth = estimate_us(replace(tile, depth_first=0), replace(product, kn=False), HOPPER)
         assert estimate_us(tile, product, HOPPER) - by_depth == pytest.approx(us, rel=0.05)
-
-
-COPIES = (768, 768, 7.4), (2304, 768, 15.0), (3072, 768, 18.9), (768, 3072, 19.0)
 
 
 @pytest.mark.parametrize(
