@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper_kernel import WORDS, barrier_of_threads, tma_load
 from .hopper_registers import ROWS
+from .hopper_transfers import WORDS, barrier_of_threads, tma_load
 from .hopper_units import next_number, unit_place
 from .softmax import LOG2E
 

@@ -25,142 +25,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .hopper_loads import produce
 from .hopper_registers import (
     ROWS,
+    cleared,
     fragment_layout,
     kept_scores,
     octet_layout,
+    reciprocal,
     rescaled,
     spread,
     weighed,
+    weighed_and_both_scaled,
     weighed_and_scaled,
     without,
 )
-from .hopper_units import next_number, unit_place
+from .hopper_transfers import WORDS, barrier_of_threads, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
-
-# newer Triton renamed the copies and the barrier
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
-
-WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
-
-
-@gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-    q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
-    q_full, q_empty, kv_full, kv_empty,
-    queue, plane_map, plane_stride_b, plane_stride_h,
-    row_ptr, full_start, col_idx, bitmap_id, row_order,
-    batch_heads, heads, rows, heavy_rows, last_heads, pieces,
-    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, RING: gl.constexpr, Q_SLOTS: gl.constexpr,
-    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """Take units from the queue and load what they need, until the queue is empty."""
-    TILE_BYTES: gl.constexpr = ROWS * (BLOCK_D + TAIL_D) * 2
-    PAIRS: gl.constexpr = (RING + 1) // 2
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    field = gl.arange(0, 8, layout=lane)
-    units = rows * batch_heads
-    heavy_units = heavy_rows * batch_heads
-    if SPLIT:  # a unit is a piece of a heavy row, or one of the other rows
-        heavy_units *= pieces
-        units += heavy_rows * (pieces - 1) * batch_heads
-    turn = 0
-    step = 0
-    asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
-    number = gl.program_id(0)
-    while number >= 0:
-        after = next_number(queue, asked)
-        b, h, slot = unit_place(
-            number, batch_heads, heads, rows, heavy_rows, heavy_units, last_heads
-        )  # fmt: skip
-        piece = 0
-        if SPLIT:
-            piece = slot % pieces
-            if number < heavy_units:
-                slot = slot // pieces
-        valid = number < units
-        row = 0
-        start = 0
-        middle = 0
-        stop = 0
-        if valid:
-            base = 0
-            if not SINGLE_PLANE:
-                base = gl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
-            row = gl.load(row_order + base + slot)
-            start = gl.load(row_ptr + base + row)
-            middle = gl.load(full_start + base + row)
-            stop = gl.load(row_ptr + base + row + 1)
-            if SPLIT and number < heavy_units:
-                count = stop - start
-                stop = start + count * (piece + 1) // pieces
-                start = start + count * piece // pieces
-                middle = gl.minimum(gl.maximum(middle, start), stop)
-
-        # -- query tile, with what the consumer has to know ----
-        q_slot = turn % Q_SLOTS
-        mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
-        unit = gl.where(field == 0, stop - start, gl.where(field == 1, stop - middle, row))
-        unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))
-        if SPLIT:
-            place = gl.where(number < heavy_units, slot * pieces + piece, -1)
-            unit = gl.where(field == 6, place, unit)
-        unit_bufs.index(q_slot).store(gl.where(field == 5, valid.to(gl.int32), unit))
-        barrier_of_threads()  # one lane signals for all that wrote
-        mbarrier.expect(q_full.index(q_slot), TILE_BYTES, pred=valid)
-        mbarrier.arrive(q_full.index(q_slot), count=1, pred=number >= units)
-        tma_load(
-            q_desc, [b, h, row * ROWS, 0], q_full.index(q_slot), q_bufs.index(q_slot), pred=valid
-        )
-        if TAIL_D > 0:
-            tma_load(
-                q_tail_desc, [b, h, row * ROWS, BLOCK_D], q_full.index(q_slot),
-                q_tails.index(q_slot), pred=valid,
-            )  # fmt: skip
-
-        # -- keys, values and mask words, from the last tile on: full ones first ----
-        kv = h // GROUP
-        for t in range(1 - stop, 1 - start):
-            first_k = gl.load(col_idx - t) * ROWS
-            slot = (2 * step) % RING
-            if RING % 2 == 0:
-                mbarrier.wait(kv_empty.index(step % PAIRS), ((step // PAIRS) & 1) ^ 1)
-            full = kv_full.index(slot)
-            if HAS_PART:
-                part = -t < middle
-                tile_id = gl.load(bitmap_id - t)
-                mbarrier.expect(full, TILE_BYTES + WORDS * 4, pred=part)
-                mbarrier.expect(full, TILE_BYTES, pred=-t >= middle)
-                tma_load(word_desc, [tile_id, 0], full, word_bufs.index(step % PAIRS), pred=part)
-            else:
-                mbarrier.expect(full, TILE_BYTES)
-            tma_load(k_desc, [b, kv, first_k, 0], full, kv_bufs.index(slot))
-            if TAIL_D > 0:
-                tma_load(k_tail_desc, [b, kv, first_k, BLOCK_D], full, kv_tails.index(slot))
-            if RING % 2 == 1:  # the values take the place of the last keys
-                last = step + PAIRS - 1
-                mbarrier.wait(kv_empty.index(last % PAIRS), ((last // PAIRS) & 1) ^ 1)
-            slot = (2 * step + 1) % RING
-            full = kv_full.index(slot)
-            mbarrier.expect(full, TILE_BYTES)
-            tma_load(v_desc, [b, kv, first_k, 0], full, kv_bufs.index(slot))
-            if TAIL_D > 0:
-                tma_load(v_tail_desc, [b, kv, first_k, BLOCK_D], full, kv_tails.index(slot))
-            step += 1
-        turn += 1
-        number = gl.where(valid, after, -1)
 
 
 @gluon.jit
 def consume(
     o_desc, o_tail_desc, lse,
     q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
-    q_full, q_empty, kv_full, kv_empty,
+    q_full, q_empty, k_full, v_full, kv_empty,
     heads, q_len, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     RING: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
@@ -186,14 +75,15 @@ def consume(
     field = gl.arange(0, 8, layout=everywhere)
     zero = gl.zeros([ROWS, ROWS], gl.float32, scores)
     turn = 0
+    q_slot = 0
+    q_phase = 0
     slot = 0
     phase = 0
     pair = 0
     before = 0
     going = 1
     while going > 0:
-        q_slot = turn % Q_SLOTS
-        mbarrier.wait(q_full.index(q_slot), (turn // Q_SLOTS) & 1)
+        mbarrier.wait(q_full.index(q_slot), q_phase)
         unit = unit_bufs.index(q_slot).load(everywhere)
         count = gl.sum(gl.where(field == 0, unit, 0), 0)
         whole = gl.sum(gl.where(field == 1, unit, 0), 0)
@@ -202,7 +92,7 @@ def consume(
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
             offset = gl.full([ROWS, 4], NO_OFFSET, gl.float32, own_rows)
             total = gl.zeros([ROWS, 4], gl.float32, own_rows)
-            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
+            acc = cleared(gl.zeros([ROWS, BLOCK_D], gl.float32, result))
             acc_tail = acc
             if TAIL_D > 0:
                 q_tail = q_tails.index(q_slot).reshape([ROWS, TAIL_D])
@@ -213,7 +103,9 @@ def consume(
             barrier_of_threads()  # here, or the compiler puts one into the loop
             for t in range(0, count):  # full tiles, then part ones
                 # -- scores ----
-                mbarrier.wait(kv_full.index(slot), phase)
+                mbarrier.wait(k_full.index(pair), phase)
+                if RING % 2 == 0:
+                    slot = 2 * pair
                 k_tile = kv_bufs.index(slot).reshape([ROWS, BLOCK_D]).permute((1, 0))
                 s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
                 if TAIL_D > 0:
@@ -232,25 +124,26 @@ def consume(
                         s = kept_scores(s, words)
 
                 # -- online softmax ----
-                if BLOCK_D == ROWS:
+                if BLOCK_D == ROWS and TAIL_D == ROWS:
+                    p, offset, total, acc, acc_tail = weighed_and_both_scaled(
+                        s, offset, total, acc, acc_tail, MULT, dtype
+                    )
+                elif BLOCK_D == ROWS:
                     p, offset, total, alpha, acc = weighed_and_scaled(
                         s, offset, total, acc, MULT, dtype
                     )
                 else:
                     p, offset, total, alpha = weighed(s, offset, total, MULT, dtype)
                     acc = rescaled(acc, alpha, BLOCK_D)
-                if TAIL_D == ROWS:
-                    acc_tail = rescaled(acc_tail, alpha, TAIL_D)
-                elif TAIL_D > 0:
+                if TAIL_D > 0 and TAIL_D < ROWS:
                     acc_tail = acc_tail * spread(alpha, TAIL_D, tail)
 
                 # -- values ----
                 p = gl.convert_layout(p, weights, assert_trivial=True)
                 slot += 1
                 if RING % 2 == 1:
-                    phase = gl.where(slot == RING, phase ^ 1, phase)
                     slot = gl.where(slot == RING, 0, slot)
-                mbarrier.wait(kv_full.index(slot), phase)
+                mbarrier.wait(v_full.index(pair), phase)
                 v_tile = kv_bufs.index(slot).reshape([ROWS, BLOCK_D])
                 acc = warpgroup_mma(p, v_tile, acc, is_async=True)
                 if TAIL_D > 0:
@@ -261,10 +154,15 @@ def consume(
                 else:
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                 before = pair
-                pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
-                slot += 1
-                phase = gl.where(slot == RING, phase ^ 1, phase)
-                slot = gl.where(slot == RING, 0, slot)
+                if PAIRS == 2:
+                    phase = phase ^ pair
+                    pair = pair ^ 1
+                else:
+                    phase = gl.where(pair == PAIRS - 1, phase ^ 1, phase)
+                    pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
+                if RING % 2 == 1:
+                    slot += 1
+                    slot = gl.where(slot == RING, 0, slot)
             mbarrier.arrive(kv_empty.index(before), count=1, pred=count > 0)
 
             # -- result ----
@@ -279,9 +177,10 @@ def consume(
             total = gl.convert_layout(gl.sum(total, 1), result_rows)
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
-            acc = acc * (1.0 / filled)[:, None]
+            share = reciprocal(filled)
+            acc = acc * share[:, None]
             if TAIL_D > 0:
-                acc_tail = acc_tail * gl.convert_layout(1.0 / filled, tail_rows)[:, None]
+                acc_tail = acc_tail * gl.convert_layout(share, tail_rows)[:, None]
             if SPLIT and place >= 0:  # of a long row: merge_rows_kernel finishes it
                 number = (b * heads + h).to(gl.int64) * (heavy_rows * pieces) + place
                 at = number * ROWS + gl.arange(0, ROWS, layout=result_rows)
@@ -316,6 +215,11 @@ def consume(
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(0), count=1)
         turn += 1
+        if Q_SLOTS == 2:
+            q_phase = q_phase ^ q_slot
+            q_slot = q_slot ^ 1
+        else:
+            q_phase = q_phase ^ 1
     tma.store_wait(0)
 
 
@@ -353,14 +257,15 @@ def attention_hopper_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
-    kv_full = gl.allocate_shared_memory(gl.int64, [RING, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
     kv_empty = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(RING):
-        mbarrier.init(kv_full.index(i), count=1)
     for i in gl.static_range(pairs):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=1)
     fence_async_shared()
     gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
@@ -372,7 +277,7 @@ def attention_hopper_kernel(
                 (
                     o_desc, o_tail_desc, lse,
                     q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
-                    q_full, q_empty, kv_full, kv_empty,
+                    q_full, q_empty, k_full, v_full, kv_empty,
                     heads, q_len, heavy_rows, pieces, partial, partial_stats,
                     MULT, BLOCK_D, TAIL_D, RING, Q_SLOTS, RETURN_LSE, HAS_PART, SPLIT,
                 ),
@@ -382,7 +287,7 @@ def attention_hopper_kernel(
                 (
                     q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
                     q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
-                    q_full, q_empty, kv_full, kv_empty,
+                    q_full, q_empty, k_full, v_full, kv_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_rows, last_heads, pieces,

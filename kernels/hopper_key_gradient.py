@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper_gradient_loads import produce_gradient
-from .hopper_kernel import WORDS, barrier_of_threads, tma_store
 from .hopper_registers import ROWS, fragment_layout, kept_scores, without
+from .hopper_transfers import WORDS, barrier_of_threads, tma_store
 
 
 @gluon.jit

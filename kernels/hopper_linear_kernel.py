@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .hopper_kernel import barrier_of_threads, tma_load, tma_store
+from .hopper_transfers import barrier_of_threads, tma_load, tma_store
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_kernel import WORDS, barrier_of_threads, tma_store
 from .hopper_pair_loads import KEYS, MORE, OTHERS, SLOTS, produce_pairs
 from .hopper_registers import (
     ROWS,
@@ -32,10 +31,12 @@ from .hopper_registers import (
     fragment_layout,
     kept_scores,
     octet_layout,
+    reciprocal,
     rescaled,
     weighed_halves,
     without,
 )
+from .hopper_transfers import WORDS, barrier_of_threads, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
 
@@ -200,7 +201,7 @@ def consume_row(
             total = gl.convert_layout(gl.sum(total, 1), result_rows)
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
-            acc = acc * (1.0 / filled)[:, None]
+            acc = acc * reciprocal(filled)[:, None]
             barrier_of_threads()  # every warp has read its queries
             q_bufs.index(2 * q_slot + HALF).reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
             fence_async_shared()

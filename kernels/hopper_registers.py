@@ -4,11 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_weights import (
+    CLEAR,
+    CLEAR_OPERANDS,
     KEEP,
     KEEP_OPERANDS,
-    SCALED_BF16,
-    SCALED_F16,
-    SCALED_OPERANDS,
     WEIGHTS_BF16,
     WEIGHTS_F16,
     WEIGHTS_OPERANDS,
@@ -58,6 +57,18 @@ def kept_scores(s, words):
 
 
 @gluon.jit
+def cleared(x):
+    """Zeros in place of x, that a compiler does not set once more where a loop begins."""
+    return gl.inline_asm_elementwise(CLEAR, CLEAR_OPERANDS, [x], gl.float32, False, 32)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, within a unit in the last place: of sums of weights, which are 1 or more, or NaN."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
 def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
     """``acc`` times a factor of each row, [64, 4]; ``softmax.py`` says how."""
     layout: gl.constexpr = acc.type.layout
@@ -76,11 +87,14 @@ def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
 @gluon.constexpr_function
 def weights_code(mult, dtype, scaled):
     """``hopper_weights.weights_code`` with the factor of the scores."""
-    if scaled:
-        code = SCALED_BF16.value if dtype == gl.bfloat16 else SCALED_F16.value
-    else:
-        code = WEIGHTS_BF16.value if dtype == gl.bfloat16 else WEIGHTS_F16.value
+    code = (WEIGHTS_BF16 if dtype == gl.bfloat16 else WEIGHTS_F16).value[scaled]
     return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
+
+
+@gluon.constexpr_function
+def weights_operands(scaled):
+    """``hopper_weights.weights_operands``."""
+    return WEIGHTS_OPERANDS.value[scaled]
 
 
 @gluon.constexpr_function
@@ -140,15 +154,16 @@ def weighed(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
     Offset, sums and factor are [64, 4], a thread's own.
     """
     layout: gl.constexpr = s.type.layout
-    code: gl.constexpr = weights_code(MULT, dtype, False)
+    code: gl.constexpr = weights_code(MULT, dtype, 0)
+    operands: gl.constexpr = weights_operands(0)
     args = [s, spread(offset, ROWS, layout), spread(total, ROWS, layout)]
     if dtype == gl.bfloat16:
         p, told = gl.inline_asm_elementwise(
-            code, WEIGHTS_OPERANDS, args, (gl.bfloat16, gl.float32), False, 32
+            code, operands, args, (gl.bfloat16, gl.float32), False, 32
         )
     else:
         p, told = gl.inline_asm_elementwise(
-            code, WEIGHTS_OPERANDS, args, (gl.float16, gl.float32), False, 32
+            code, operands, args, (gl.float16, gl.float32), False, 32
         )
     rows: gl.constexpr = offset.type.layout
     offset, total, alpha = _told(told, rows)
@@ -159,19 +174,42 @@ def weighed(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
 def weighed_and_scaled(s, offset, total, acc, MULT: gl.constexpr, dtype: gl.constexpr):
     """The same and the former result [64, 64], scaled."""
     layout: gl.constexpr = s.type.layout
-    code: gl.constexpr = weights_code(MULT, dtype, True)
+    code: gl.constexpr = weights_code(MULT, dtype, 1)
+    operands: gl.constexpr = weights_operands(1)
     args = [s, spread(offset, ROWS, layout), spread(total, ROWS, layout), acc]
     if dtype == gl.bfloat16:
         p, acc, told = gl.inline_asm_elementwise(
-            code, SCALED_OPERANDS, args, (gl.bfloat16, gl.float32, gl.float32), False, 32
+            code, operands, args, (gl.bfloat16, gl.float32, gl.float32), False, 32
         )
     else:
         p, acc, told = gl.inline_asm_elementwise(
-            code, SCALED_OPERANDS, args, (gl.float16, gl.float32, gl.float32), False, 32
+            code, operands, args, (gl.float16, gl.float32, gl.float32), False, 32
         )
     rows: gl.constexpr = offset.type.layout
     offset, total, alpha = _told(told, rows)
     return p, offset, total, alpha, acc
+
+
+@gluon.jit
+def weighed_and_both_scaled(
+    s, offset, total, acc, acc_tail, MULT: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """The same with both halves [64, 64] of a result of 128 columns."""
+    layout: gl.constexpr = s.type.layout
+    code: gl.constexpr = weights_code(MULT, dtype, 2)
+    operands: gl.constexpr = weights_operands(2)
+    args = [s, spread(offset, ROWS, layout), spread(total, ROWS, layout), acc, acc_tail]
+    if dtype == gl.bfloat16:
+        p, acc, acc_tail, told = gl.inline_asm_elementwise(
+            code, operands, args, (gl.bfloat16, gl.float32, gl.float32, gl.float32), False, 32
+        )
+    else:
+        p, acc, acc_tail, told = gl.inline_asm_elementwise(
+            code, operands, args, (gl.float16, gl.float32, gl.float32, gl.float32), False, 32
+        )
+    rows: gl.constexpr = offset.type.layout
+    offset, total, _ = _told(told, rows)
+    return p, offset, total, acc, acc_tail
 
 
 @gluon.jit
@@ -181,6 +219,19 @@ def column_halves(s):
     left, right = s.reshape([ROWS, 2, ROWS]).permute((0, 2, 1)).split()
     left = gl.convert_layout(left, half, assert_trivial=True)
     return left, gl.convert_layout(right, half, assert_trivial=True)
+
+
+@gluon.jit
+def weighed_and_wide_scaled(
+    s, offset, total, acc, MULT: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """The same with a result [64, 128] that is one."""
+    left, right = column_halves(acc)
+    p, offset, total, left, right = weighed_and_both_scaled(
+        s, offset, total, left, right, MULT, dtype
+    )
+    both = gl.reshape(gl.join(left, right).permute((0, 2, 1)), [ROWS, 2 * ROWS])
+    return p, offset, total, gl.convert_layout(both, acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit

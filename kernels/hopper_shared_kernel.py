@@ -25,17 +25,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_kernel import WORDS, barrier_of_threads, tma_store
 from .hopper_registers import (
     ROWS,
     fragment_layout,
     kept_scores,
     octet_layout,
-    rescaled,
-    weighed,
+    reciprocal,
+    weighed_and_wide_scaled,
     without,
 )
 from .hopper_shared_loads import CONSUMERS, NONE, PART, SLOTS, kind_of, produce_shared
+from .hopper_transfers import WORDS, barrier_of_threads, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
 
@@ -80,15 +80,18 @@ def consume_shared(
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
             leaving = turn > 0  # the result of the last unit, from the other slot
             held = False  # the values of the tile before
+            barrier_of_threads()  # here, or the compiler puts one into the loop
             for _ in range(0, count):
                 mbarrier.wait(k_full.index(k_slot), k_phase)
-                tile = gl.max(kind_bufs.index(k_slot).load(everywhere), 0)
+                kinds = kind_bufs.index(k_slot).load(everywhere)  # eight times the same
+                tile = gl.sum(gl.where(field == 0, kinds, 0), 0)
                 kind = kind_of(tile, ROW)
                 if kind == NONE:
                     mbarrier.arrive(v_empty.index(before), count=1, pred=held)
                     mbarrier.wait(v_full.index(v_slot), v_phase)
                     barrier_of_threads()  # all have read what the tile is
                     mbarrier.arrive(v_empty.index(v_slot), count=1)
+                    barrier_of_threads()  # here, or the compiler puts one before each tile
                     held = False
                 else:
                     # -- scores ----
@@ -101,6 +104,7 @@ def consume_shared(
                         tma.store_wait(0)
                         mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
                         leaving = False
+                        barrier_of_threads()  # here, or the compiler puts one behind
                     if HAS_PART:  # read while the product runs; not used on full tiles
                         words = word_bufs.index(k_slot * CONSUMERS + ROW).reshape([4, 8, 4])
                         words = words.load(word_layout)
@@ -112,8 +116,9 @@ def consume_shared(
                             s = kept_scores(s, words)
 
                     # -- online softmax ----
-                    p, offset, total, alpha = weighed(s, offset, total, MULT, dtype)
-                    acc = rescaled(acc, alpha, BLOCK_D)
+                    p, offset, total, acc = weighed_and_wide_scaled(
+                        s, offset, total, acc, MULT, dtype
+                    )
 
                     # -- values ----
                     p = gl.convert_layout(p, weights, assert_trivial=True)
@@ -144,7 +149,7 @@ def consume_shared(
             total = gl.convert_layout(gl.sum(total, 1), result_rows)
             empty = total == 0.0
             filled = gl.where(empty, 1.0, total)
-            acc = acc * (1.0 / filled)[:, None]
+            acc = acc * reciprocal(filled)[:, None]
             barrier_of_threads()  # every warp has read its queries
             q_bufs.index(q_slot * CONSUMERS + ROW).reshape([ROWS, BLOCK_D]).store(acc.to(dtype))
             fence_async_shared()

@@ -15,7 +15,7 @@ def _any_row(test: str, name: str, limit: str) -> list[str]:
     """%grew: whether a warp has a row whose %name passes the test."""
     return [
         f"setp.{test}.f32 %grew, %{name}0, {limit};",
-        f"@!%grew setp.{test}.f32 %grew, %{name}1, {limit};",
+        f"setp.{test}.or.f32 %grew, %{name}1, {limit}, %grew;",
         "vote.sync.any.pred %grew, %grew, 0xffffffff;",
     ]
 
@@ -91,7 +91,7 @@ def _told(told: int) -> list[str]:
     return [f"mov.f32 ${told + i}, %{name}{i // 2 % 2};" for i, name in enumerate(names)]
 
 
-def weights_code(narrow: str, scaled: bool) -> str:
+def weights_code(narrow: str, scaled: int) -> str:
     """PTX: weights of 32 scores of two rows, which have an offset and a sum of former weights each.
 
     A weight is exp2(score * %m + offset), a row's offset -1 times a whole number near its largest
@@ -101,9 +101,12 @@ def weights_code(narrow: str, scaled: bool) -> str:
     again; one with a row that has no offset yet looks at eight scores first. Half of the columns
     at a time, so that the registers of a half's scores are free then.
 
-    Registers: 16 of packed weights, with ``scaled`` 32 results of the same rows, 32 of what is
-    told; 32 scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first
-    octet of a row, its sum and its offset, and in the others the factor of what was before.
+    Args:
+        scaled: results [64, 64] that are scaled here, 0 to 2.
+
+    Registers: 16 of packed weights, 32 of each result of the same rows, 32 of what is told; 32
+    scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first octet of a
+    row, its sum and its offset, and in the others the factor of what was before.
     """
     acc = 16
     told = acc + 32 * scaled
@@ -134,8 +137,7 @@ def weights_code(narrow: str, scaled: bool) -> str:
             for row in (0, 1):
                 code.append(f"cvt.rn.{narrow}.f32 %g{row}, %u{row}, %u{row};")
             code += [f"mul.{narrow} ${i}, ${i}, %g{i % 2};" for i in range(8)]
-        if scaled:
-            code += [f"mul.f32 ${acc + i}, ${acc + i}, %u{i // 2 % 2};" for i in range(32)]
+        code += [f"mul.f32 ${acc + i}, ${acc + i}, %u{i // 2 % 2};" for i in range(32 * scaled)]
         code += weights
         code.append(f"KNOWN{half}:")
         code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
@@ -179,10 +181,10 @@ def wide_weights_code(narrow: str) -> str:
     return " ".join([*code, *_told(told)])
 
 
-def weights_operands(scaled: bool) -> str:
+def weights_operands(scaled: int) -> str:
     """Constraints of ``weights_code``."""
-    results = [str(16 + i) for i in range(32)] if scaled else []
-    return ",".join(["=&r"] * 16 + ["=&f"] * (64 if scaled else 32) + ["f"] * 96 + results)
+    results = [str(16 + i) for i in range(32 * scaled)]
+    return ",".join(["=&r"] * 16 + ["=&f"] * (32 * scaled + 32) + ["f"] * 96 + results)
 
 
 def keep_code() -> str:
@@ -204,9 +206,8 @@ KEEP: tl.constexpr = tl.constexpr(keep_code())
 KEEP_OPERANDS: tl.constexpr = tl.constexpr(
     ",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["r"] * 32)
 )
-WEIGHTS_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", False))
-WEIGHTS_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", False))
-WEIGHTS_OPERANDS: tl.constexpr = tl.constexpr(weights_operands(False))
-SCALED_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", True))
-SCALED_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", True))
-SCALED_OPERANDS: tl.constexpr = tl.constexpr(weights_operands(True))
+WEIGHTS_F16: tl.constexpr = tl.constexpr([weights_code("f16x2", n) for n in range(3)])
+WEIGHTS_BF16: tl.constexpr = tl.constexpr([weights_code("bf16x2", n) for n in range(3)])
+WEIGHTS_OPERANDS: tl.constexpr = tl.constexpr([weights_operands(n) for n in range(3)])
+CLEAR: tl.constexpr = tl.constexpr(" ".join(f"mov.b32 ${i}, 0;" for i in range(32)))
+CLEAR_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))

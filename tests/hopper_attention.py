@@ -13,6 +13,8 @@ from stof_compile.kernels.reference import attention_reference
 HALF = torch.float16
 INSTEAD = {  # the assembly has tests of its own (test_weights_code.py)
     "kept_scores": kept_scores,
+    "cleared": lambda x: x,
+    "reciprocal": lambda x: 1.0 / x,
     "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],
     **dict.fromkeys(("fragment_layout", "octet_layout", "without"), lambda *arguments: None),
 }

@@ -127,6 +127,8 @@ def _evaluate(name, sources, registers):
     if kind == "shfl":
         assert name == "shfl.sync.bfly.b32" and sources[2:] == ["31", _EVERY_LANE]
         return registers[sources[0]][np.arange(LANES) ^ int(sources[1])]
+    if kind == "setp" and ".or." in name:
+        return _evaluate(name.replace(".or", ""), sources[:2], registers) | registers[sources[2]]
     if kind == "selp":
         first, second = (_value(source, registers) for source in sources[:2])
         return np.where(registers[sources[2]], first, second)

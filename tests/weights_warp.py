@@ -49,17 +49,17 @@ class Form(NamedTuple):
 
     Args:
         keys: columns of a tile. part: columns whose largest scores are sought together.
-        scaled: it scales the former result, of 64 columns; else others do, of 128.
+        scaled: results of 64 columns that it scales; without any others do, one of 128.
     """
 
     keys: int
     part: int
-    scaled: bool
+    scaled: int
 
     @property
     def columns(self):
         """Of the result."""
-        return 64 if self.scaled else 128
+        return 64 * self.scaled or 128
 
     @property
     def operands(self):
@@ -70,9 +70,10 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "scaled": Form(64, 32, True),
-    "not scaled": Form(64, 32, False),
-    "two rows at a time": Form(128, 128, False),
+    "scaled": Form(64, 32, 1),
+    "both halves scaled": Form(64, 32, 2),
+    "not scaled": Form(64, 32, 0),
+    "two rows at a time": Form(128, 128, 0),
 }
 
 
@@ -116,7 +117,7 @@ class Warp:
         factor = told[[28, 30]]
         np.testing.assert_array_equal(told[4:], factor[rows[4:]])
         if self.form.scaled:
-            self.acc = floats(np.stack(results[16:48]))
+            self.acc = floats(np.stack(results[16:-32]))
         else:
             self.acc = rescaled(self.acc, factor)[0]
         with np.errstate(invalid="ignore"):

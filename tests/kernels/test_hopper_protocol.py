@@ -14,9 +14,9 @@ import hopper_attention
 from gluon_threads import run_kernel
 from gluon_values import value
 from hopper_attention import check, launches, operands
-from stof_compile.kernels import hopper_kernel, hopper_units
+from stof_compile.kernels import hopper_kernel, hopper_loads, hopper_units
 
-MODULES = hopper_kernel, hopper_units
+MODULES = hopper_kernel, hopper_loads, hopper_units
 
 
 # -- registers ------------------------------------------------------------------------------------
@@ -32,10 +32,16 @@ def weighed_and_scaled(s, offset, total, acc, mult, dtype):
     return p, own, total, alpha, value(acc * alpha[:, :1])
 
 
+def weighed_and_both_scaled(s, offset, total, acc, acc_tail, mult, dtype):
+    p, own, total, alpha = weighed(s, offset, total, mult, dtype)
+    return p, own, total, value(acc * alpha[:, :1]), value(acc_tail * alpha[:, :1])
+
+
 INSTEAD = {
     **hopper_attention.INSTEAD,
     "weighed": weighed,
     "weighed_and_scaled": weighed_and_scaled,
+    "weighed_and_both_scaled": weighed_and_both_scaled,
     "spread": lambda own, width, layout: own[:, :1],
 }
 

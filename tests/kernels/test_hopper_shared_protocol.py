@@ -26,14 +26,14 @@ from stof_compile.kernels.bound_launch import Descriptor
 # -- registers ------------------------------------------------------------------------------------
 
 
-def weighed(s, offset, total, mult, dtype):
-    p, *told = hopper_attention.weighed(s, offset, total, mult)
-    return value(p), *told
+def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
+    p, own, total, alpha = hopper_attention.weighed(s, offset, total, mult)
+    return value(p), own, total, value(acc * alpha[:, :1])
 
 
 INSTEAD = {
     **hopper_attention.INSTEAD,
-    "weighed": weighed,
+    "weighed_and_wide_scaled": weighed_and_wide_scaled,
 }
 MODULES = hopper_shared_kernel, hopper_shared_loads, hopper_units
 TILE = (192, 64)

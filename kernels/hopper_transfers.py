@@ -1,0 +1,11 @@
+"""What all Hopper kernels move tiles and mask words with, by the names that this Triton has."""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# newer Triton renamed the copies and the barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
+
+WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
