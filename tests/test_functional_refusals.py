@@ -28,6 +28,7 @@ def test_forced_kernel_is_refused_with_a_reason() -> None:
         sparse_attention(q, k, v, WINDOW, enable_gqa=True, return_lse=True)
 
 
+LEARNED = torch.nn.Parameter(torch.tensor(0.5))
 WRONG: dict[str, tuple[type[Exception], str, Callable[..., object]]] = {
     "three dimensions": (StofError, "4 dimensions", lambda q, k, v: sparse_attention(q[0], k, v)),
     "gqa not asked for": (StofError, "enable_gqa=True", lambda q, k, v: sparse_attention(q, k, v)),
@@ -63,6 +64,16 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., object]]] = {
         "softcap is a finite number of at least 0",
         lambda q, k, v: sparse_attention(q, k, v, softcap=-1.0, enable_gqa=True),
     ),
+    "scale to be learned": (
+        StofError,
+        "scale is a constant, .* multiply q by it",
+        lambda q, k, v: sparse_attention(q, k, v, WINDOW, scale=LEARNED, enable_gqa=True),
+    ),
+    "softcap to be learned": (
+        StofError,
+        "softcap is a constant, .* would be lost",
+        lambda q, k, v: sparse_attention(q, k, v, WINDOW, softcap=LEARNED, enable_gqa=True),
+    ),
     "no mask": (
         StofMaskError,
         "mask is a rule",
@@ -81,6 +92,21 @@ def test_mistakes(case: str) -> None:
     error, text, call = WRONG[case]
     with pytest.raises(error, match=text):
         call(*operands())
+
+
+def test_a_learned_scale_is_refused_where_its_gradient_is_wanted(fresh_dynamo):
+    def attend(q, k, v, scale):
+        return sparse_attention(q, k, v, WINDOW, scale=scale, enable_gqa=True)
+
+    for run in (attend, torch.compile(attend, backend="eager")):
+        with pytest.raises(StofError, match="multiply q by it"):
+            run(*operands(), LEARNED)
+    with torch.no_grad():
+        found = attend(*operands(), LEARNED)
+    q, k, v = operands()
+    out = attend(q * LEARNED, k, v, 1.0)  # what the error says to do
+    torch.testing.assert_close(found, out)
+    assert torch.autograd.grad(out.square().sum(), LEARNED)[0] != 0
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])

@@ -127,6 +127,8 @@ def _obstacle(site: AttentionSite, option: MaskSpec | None, parts: MaskParts) ->
         )
     if option is None or site.cross or _same_length(site):
         return ""
+    if site.offset.kind == "slice":
+        return "lengths are symbolic and the queries are some rows of the sequence"
     if site.is_causal or site.offset.kind != "length":
         return "lengths are symbolic and the queries' position is known only at run time"
     return ""

@@ -92,13 +92,21 @@ def check_numbers(scale: float | None, softcap: float | None) -> None:
     """Check the factor of the scores and their cap.
 
     Raises:
-        StofError: one is no number, not finite, or the cap is negative.
+        StofError: one is no number, not finite, wants a gradient, or the cap is negative.
     """
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real | Tensor):
             raise StofError(f"sparse_attention: {name} is a number, got {value!r}")
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            step = "multiply q by it, and give scale=1.0"
+            if name == "softcap":
+                step = "give its .item(), or write the attention in plain PyTorch to learn it"
+            raise StofError(
+                f"sparse_attention: {name} is a constant, and got a tensor that requires a "
+                f"gradient, which would be lost; {step}"
+            )
         if torch.compiler.is_compiling():  # its value may be a symbol
             continue
         if not math.isfinite(value) or (name == "softcap" and value < 0):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
+from stof_compile.attention.slices import taken_rows
 from stof_compile.memory import storage_base
 from stof_compile.node_ops import (
     VIEWS,
@@ -56,14 +57,15 @@ class QueryOffset:
 
     Args:
         kind: "length": row i stands at i + k_len - q_len. "position": row i stands at ``node[i]``
-            (or ``value + i``).
-            "unknown": cannot be told, see ``reason``.
+            (or ``value + i``), in a preallocated cache. "slice": row i stands at ``value + i``, as
+            the queries are taken from the keys' sequence there. "unknown": cannot be told, see
+            ``reason``.
         value: the offset when it is a plain number.
         node: tensor of positions [Q] (or a single one) for a preallocated cache.
         reason: why it is unknown, or where it comes from.
     """
 
-    kind: Literal["length", "position", "unknown"]
+    kind: Literal["length", "position", "slice", "unknown"]
     value: int | None = None
     node: Node | None = None
     reason: str = ""
@@ -120,6 +122,9 @@ def query_offset(graph: Graph, q: Node, k: Node, reader: Node, k_axis: int = -2)
         difference = k_len - q_len if isinstance(q_len, int) and isinstance(k_len, int) else None
         if same_size(q_len, k_len):
             difference = 0
+        taken = None if difference == 0 else _taken(q, k, q_len, k_len)
+        if taken is not None:
+            return taken
         if base.op == "placeholder" and difference != 0:
             return QueryOffset(
                 "length",
@@ -143,6 +148,26 @@ def query_offset(graph: Graph, q: Node, k: Node, reader: Node, k_axis: int = -2)
     return QueryOffset(
         "position", value, node, f"position of '{writes[-1].name}' in the preallocated cache"
     )
+
+
+def _taken(q: Node, k: Node, q_len: Any, k_len: Any) -> QueryOffset | None:
+    """Position of queries that are some rows of the keys' sequence, as ``x[:, :1]``."""
+    rows = taken_rows(q, k, q_len, k_len)
+    if not rows:
+        return None
+    if all(taken.to_end and (taken.start or 0) < 0 for taken in rows):
+        return QueryOffset("length", reason=f"'{rows[0].node.name}' takes the last rows")
+    starts = {_from_the_front(taken.start, k_len) for taken in rows}
+    names = ", ".join(f"'{taken.node.name}'" for taken in rows)
+    if len(starts) > 1 or None in starts:
+        return QueryOffset("unknown", reason=f"it is not known which rows {names} takes")
+    return QueryOffset("slice", starts.pop(), reason=f"rows that {names} takes of the sequence")
+
+
+def _from_the_front(start: int | None, length: Any) -> int | None:
+    if start is None or start >= 0:
+        return start
+    return length + start if isinstance(length, int) else None
 
 
 def _written_position(node: Node) -> tuple[int | None, Node | None] | None:

@@ -184,6 +184,4 @@ def option_offset(site: AttentionSite, q_len: int, k_len: int) -> int | None:
             f"be told ({where.reason}; {q_len} queries, {k_len} keys); give the mask inside the "
             "model, or name other layers by path"
         )
-    if where.kind == "position":
-        return where.value
-    return k_len - q_len
+    return k_len - q_len if where.kind == "length" else where.value

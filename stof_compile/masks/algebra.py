@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from stof_compile.errors import StofMaskError
 from stof_compile.masks.spec import EMPTY, FULL, MIXED, MaskSpec, Tiles
 
 
@@ -93,6 +94,20 @@ class Not(MaskSpec):
 
     def __repr__(self) -> str:
         return f"~{self.operand!r}"
+
+
+def operand(value: object, sign: str) -> MaskSpec:
+    """Return one side of an operator.
+
+    Raises:
+        StofMaskError: it is no mask rule.
+    """
+    if isinstance(value, MaskSpec):
+        return value
+    raise StofMaskError(
+        f"'{sign}' needs a mask rule on both sides, got {type(value).__name__}; wrap a function "
+        "mask_mod(b, h, q_idx, kv_idx) with masks.rule and a bool tensor with masks.from_tensor"
+    )
 
 
 def _both(left: Tensor, right: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap
 from stof_compile.masks.bands import BandRule
+from stof_compile.masks.opaque import Opaque
 from stof_compile.masks.spec import FULL, MaskSpec, PlaneShape
 from stof_compile.masks.tiles import Grid, TileList, list_tiles
 
@@ -86,12 +87,22 @@ def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
     """Number of (batch, head) planes of a rule in a problem of these sizes.
 
     Raises:
-        StofMaskError: the rule was made for other sizes.
+        StofMaskError: the rule was made for other sizes, or is none.
     """
+    if not isinstance(spec, MaskSpec):
+        raise StofMaskError(
+            f"a block mask is built of a mask rule, got {type(spec).__name__}; masks.as_mask_spec "
+            "makes a rule of a mask_mod, a bool tensor or a block mask"
+        )
+    shape, reach = _planes_and_reach(spec)
+    for what, most, size in zip(("batch row", "head"), reach, (batch, heads), strict=True):
+        if most is not None and size > most:
+            raise StofMaskError(
+                f"the mask looks the {what} up in a table of {most}, the problem has {size}: "
+                f"{spec!r}; give the function a table of {size} or more"
+            )
     found = []
-    for what, planes, size in zip(
-        ("batch", "head"), _plane_shape(spec), (batch, heads), strict=True
-    ):
+    for what, planes, size in zip(("batch", "head"), shape, (batch, heads), strict=True):
         if planes not in (1, None, size):
             raise StofMaskError(
                 f"the mask has {planes} {what} planes, the problem has {what} size {size}: {spec!r}"
@@ -101,8 +112,11 @@ def planes_of(spec: MaskSpec, batch: int, heads: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)  # asked for at every call of sparse attention
-def _plane_shape(spec: MaskSpec) -> PlaneShape:
-    return spec.plane_shape()
+def _planes_and_reach(spec: MaskSpec) -> tuple[PlaneShape, list[int | None]]:
+    """Planes of a rule, and the smallest tables its functions index by batch row and by head."""
+    reaches = [one.reach for one in spec.walk() if isinstance(one, Opaque)]
+    sizes = ([size for one in reaches if (size := one[axis]) is not None] for axis in (0, 1))
+    return spec.plane_shape(), [min(one, default=None) for one in sizes]
 
 
 def _groups(

@@ -132,7 +132,8 @@ def _under_cap(varying: Sequence[MaskSpec], grid: tuple[int, int, int]) -> BandR
     others = [one for one, cap in zip(varying, caps, strict=True) if cap is None]
     if not limits or len(others) != 1 or len(limits) + 1 != len(varying):
         return None
-    inner = others[0].expanded() or others[0]
+    expanded = others[0].expanded()
+    inner = others[0] if expanded is None else expanded
     if not isinstance(inner, Or):
         return None
     parts = _flatten(inner)
@@ -157,7 +158,8 @@ def _flatten(spec: And | Or) -> list[MaskSpec]:
     """Operands with nested operations of the same kind opened, named compositions included."""
     flat: list[MaskSpec] = []
     for operand in spec.operands:
-        inner = operand.expanded() or operand
+        expanded = operand.expanded()
+        inner = operand if expanded is None else expanded
         flat.extend(
             _flatten(inner)
             if type(inner) is type(spec) and isinstance(inner, And | Or)

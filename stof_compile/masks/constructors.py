@@ -143,17 +143,7 @@ def document(ids: Tensor | Sequence[int]) -> MaskSpec:
         ids: integers [S] or [B, S], the document of each position; sorted ids are classified by
             tile.
     """
-    table = torch.as_tensor(ids)
-    if (
-        table.dim() not in (1, 2)
-        or table.is_floating_point()
-        or table.is_complex()
-        or not table.numel()
-    ):
-        raise StofMaskError(
-            f"document: ids are integers [S] or [B, S], got {table.dtype} {list(table.shape)}"
-        )
-    return tensor_rules.Document(table.detach().to(torch.int64, copy=True))
+    return tensor_rules.Document(_integers("document: ids are integers [S] or [B, S]", ids, (1, 2)))
 
 
 def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
@@ -163,11 +153,11 @@ def from_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> MaskSpec:
         cu_seqlens: integers [N + 1] ascending from 0: where each document begins, and the total
             length.
     """
-    ends = torch.as_tensor(cu_seqlens).detach().to(torch.int64, copy=True)
-    if ends.dim() != 1 or ends.numel() < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
-        raise StofMaskError(
-            "from_cu_seqlens: expected integers [N + 1] ascending from 0, such as [0, 100, 250]"
-        )
+    what = "from_cu_seqlens: expected integers [N + 1] ascending from 0, such as [0, 100, 250]"
+    ends = _integers(what, cu_seqlens, (1,))
+    if int(ends[0]) != 0 or int(ends[-1]) < 1 or bool((ends.diff() < 0).any()):
+        more = " ..." if ends.numel() > 8 else ""
+        raise StofMaskError(f"{what}, got {ends[:8].tolist()}{more}")
     lengths = ends.diff()
     numbers = torch.arange(lengths.numel(), device=ends.device)
     return document(torch.repeat_interleave(numbers, lengths))
@@ -181,18 +171,24 @@ def prefix_lm(prefix: int) -> MaskSpec:
 
 def batch_prefix_lm(lengths: Tensor | Sequence[int]) -> MaskSpec:
     """Causal, with a prefix of its own length, int [B] tokens, for every batch row."""
-    table = torch.as_tensor(lengths)
-    if table.dim() != 1 or table.is_floating_point():
-        raise StofMaskError(
-            f"batch_prefix_lm: lengths are integers [B], got {table.dtype} {list(table.shape)}"
-        )
-    return causal() | tensor_rules.BatchPrefix(table.detach().to(torch.int64, copy=True))
+    table = _integers("batch_prefix_lm: lengths are integers [B]", lengths, (1,))
+    return causal() | tensor_rules.BatchPrefix(table)
 
 
 def per_head(specs: Sequence[MaskSpec]) -> MaskSpec:
     """Give every head a rule of its own; equal ones are stored once."""
-    if not specs or not all(isinstance(one, MaskSpec) for one in specs):
-        raise StofMaskError("per_head takes a non-empty sequence of mask rules, one per head")
+    what = "per_head takes a non-empty sequence of mask rules, one per head"
+    if isinstance(specs, MaskSpec):
+        raise StofMaskError(f"{what}, got the rule {specs!r}; without per_head it holds for all")
+    if not isinstance(specs, Sequence) or not len(specs):
+        got = "an empty one" if isinstance(specs, Sequence) else type(specs).__name__
+        raise StofMaskError(f"{what}, got {got}; give a list")
+    for head, one in enumerate(specs):
+        if not isinstance(one, MaskSpec):
+            raise StofMaskError(
+                f"{what}, got {type(one).__name__} for head {head}; wrap a function "
+                "mask_mod(b, h, q_idx, kv_idx) with masks.rule"
+            )
     return patterns.PerHead(tuple(specs))
 
 
@@ -229,6 +225,22 @@ def from_tensor(mask: Tensor) -> MaskSpec:
     if full.dim() == 3:
         full = full[:, None]
     return tensor_rules.TensorRule(full.reshape((1,) * (4 - full.dim()) + tuple(full.shape)))
+
+
+def _integers(what: str, values: object, dims: tuple[int, ...]) -> Tensor:
+    """A tensor of its own, int64, of what a user gave for a table of integers that is not empty."""
+    try:
+        table = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged rows, words ...
+        raise StofMaskError(
+            f"{what}, got {type(values).__name__} of which torch makes no tensor ({error}); "
+            "give a tensor, or a list of whole numbers or of rows of one length"
+        ) from error
+    is_whole = not (table.is_floating_point() or table.is_complex())
+    if table.dim() not in dims or not is_whole or not table.numel():
+        step = "" if is_whole or not table.numel() else "; convert whole numbers with .long()"
+        raise StofMaskError(f"{what}, got {table.dtype} {list(table.shape)}{step}")
+    return table.detach().to(torch.int64, copy=True)
 
 
 LARGEST = 2**30  # of a window, a stride or a number of tokens

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +55,42 @@ class Opaque(MaskSpec):
         values = [number for step in (*steps, (None, out, None)) for number in _values_in(step[1:])]
         return frozenset(number for number in values if number < _INPUTS)
 
+    @cached_property
+    def reach(self) -> tuple[int | None, ...]:
+        """Sizes of the tables that b, h, q and k themselves index; None where there is none.
+
+        Told from shapes: on a GPU an index past a table's end takes the process' CUDA with it.
+        """
+        found: dict[int, int] = {}
+        shapes = {("c", i): list(tensor.shape) for i, tensor in enumerate(self.captured)}
+        for number, (name, args, _) in enumerate(json.loads(self.graph)["steps"], _INPUTS):
+            if name != "aten.index.Tensor":
+                continue
+            (source,) = args[0].items()
+            shape = shapes.get(source, [])
+            places = [place and place.get("v", _INPUTS) for place in args[1]]  # None: a whole axis
+            for place, size in zip(places, shape, strict=False):
+                if place is not None and place < _INPUTS:
+                    found[place] = min(size, found.get(place, size))
+            if all(place is None or place < _INPUTS for place in places):
+                # scalars: `table[b]` of `table[b][q]` is a table, too
+                left = zip_longest(places, shape)
+                shapes["v", number] = [size for place, size in left if place is None]
+        return tuple(found.get(number) for number in range(_INPUTS))
+
+    def bind(
+        self, q_len: int, k_len: int, q_offset: int = 0, device: torch.device | str = "cpu"
+    ) -> MaskSpec:
+        """Check that the tables of the function reach every position."""
+        lengths = (q_len + q_offset, k_len)
+        for side, most, length in zip(("query", "key"), self.reach[2:], lengths, strict=True):
+            if most is not None and length > most:
+                raise StofMaskError(
+                    f"{self!r} looks the {side} up in a table of {most} positions, but position "
+                    f"{length - 1} is asked for; give the function a table of {length} or more"
+                )
+        return self
+
     def plane_shape(self) -> PlaneShape:
         """As many planes as the problem has in each index the function reads."""
         return (None if 0 in self._inputs_used else 1), (None if 1 in self._inputs_used else 1)
@@ -77,8 +115,14 @@ class Opaque(MaskSpec):
                 axes = tuple(0 if index.shape[dim] != 1 else None for index in indices)
                 function = torch.vmap(function, in_dims=axes)
         squeezed = [index.reshape([size for size in index.shape if size != 1]) for index in indices]
-        with _vmap_reachable():
-            return function(*squeezed).reshape(shape)
+        try:
+            with _vmap_reachable():
+                return function(*squeezed).reshape(shape)
+        except IndexError as error:
+            raise StofMaskError(
+                f"{self!r} reads past the end of a table: {error}; its tables must cover every "
+                "batch row, head and position of the attention, or the function must clamp"
+            ) from error
 
     def _replay(
         self, inputs: tuple[Tensor, ...], captured: list[Tensor], device: torch.device
@@ -148,6 +192,7 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
         raise StofMaskError(
             f"rule takes a mask_mod(b, h, q_idx, kv_idx), got {type(mask_mod).__name__}"
         )
+    _check_arguments(mask_mod, name)
     # captured tensors may be on a GPU; most functions trace with indices on the CPU all the same
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     failure: RuntimeError | None = None
@@ -168,6 +213,18 @@ def trace_mask_mod(mask_mod: Callable[..., Any]) -> Opaque:
         "in tensor operations: no `if`, `and`, `or`, `not`, int() or .item() on them; use &, |, "
         "~ and torch.where"
     ) from failure
+
+
+def _check_arguments(mask_mod: Callable[..., Any], name: str) -> None:
+    try:
+        inspect.signature(mask_mod, follow_wrapped=False).bind(*"bhqk")
+    except TypeError as error:
+        raise StofMaskError(
+            f"mask_mod {name} can't be called with the four indices (b, h, q_idx, kv_idx): "
+            f"{error}; a function that makes a rule has to be called first"
+        ) from error
+    except ValueError:  # a builtin has no signature to read
+        return
 
 
 def _answer(mask_mod: Callable[..., Any], name: str, *indices: Tensor) -> Any:

@@ -65,6 +65,7 @@ class MaskSpec:
     rule: ClassVar[str]
     has_code: ClassVar[bool] = False  # of the user, who may have written it for one device
     _shown: ClassVar[str] = ""  # of an instance: what it was bound from, in words
+    __array_ufunc__: ClassVar[None] = None  # NumPy leaves `array & rule` to the rule
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -295,19 +296,35 @@ class MaskSpec:
     # -- algebra -----------------------------------------------------------------------------------
 
     def __and__(self, other: MaskSpec) -> MaskSpec:
-        from stof_compile.masks.algebra import And
+        from stof_compile.masks.algebra import And, operand
 
-        return And((self, _as_spec(other, "&")))
+        return And((self, operand(other, "&")))
 
     def __or__(self, other: MaskSpec) -> MaskSpec:
-        from stof_compile.masks.algebra import Or
+        from stof_compile.masks.algebra import Or, operand
 
-        return Or((self, _as_spec(other, "|")))
+        return Or((self, operand(other, "|")))
+
+    def __rand__(self, other: object) -> MaskSpec:
+        from stof_compile.masks.algebra import operand
+
+        return operand(other, "&") & self  # no rule on the left, so this raises
+
+    def __ror__(self, other: object) -> MaskSpec:
+        from stof_compile.masks.algebra import operand
+
+        return operand(other, "|") | self
 
     def __invert__(self) -> MaskSpec:
         from stof_compile.masks.algebra import Not
 
         return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"the mask rule {self!r} is neither true nor false; combine rules by &, | and ~ in "
+            "place of `and`, `or` and `not`, and ask `rule is None` where there may be none"
+        )
 
 
 def _merge_planes(left: PlaneShape, right: PlaneShape) -> PlaneShape:
@@ -324,16 +341,6 @@ def _merge_count(left: int | None, right: int | None, what: str) -> int | None:
     raise StofMaskError(
         f"parts of one mask have {left} and {right} {what} planes; give both the same number, or "
         "one shared plane"
-    )
-
-
-def _as_spec(value: object, sign: str) -> MaskSpec:
-    if isinstance(value, MaskSpec):
-        return value
-    raise StofMaskError(
-        f"'{sign}' needs a mask rule on both sides, got {type(value).__name__}; wrap a mask_mod "
-        "with masks.rule "
-        "and a bool tensor with masks.from_tensor"
     )
 
 

@@ -187,20 +187,25 @@ def positions(length):
     return index[:, None], index[None]
 
 
+def with_rules(modules):
+    """Names of the modules that `set_mask` gave a rule."""
+    return [n for n, one in modules.items() if getattr(one, "_stof_mask", None) is not None]
+
+
 def test_set_mask_by_path():
     model, inputs = hf_t5("stof", True)
     plain = hidden(model, inputs)
     far = masks.sliding_window(2)
     set_mask(model, {"encoder.block.1": far})
     attention = dict(model.named_modules())
-    masked = [name for name, one in attention.items() if getattr(one, "_stof_mask", None)]
+    masked = with_rules(attention)
     assert masked == ["encoder.block.1.layer.0.SelfAttention"]
     assert (hidden(model, inputs) - plain).abs().max() > 1e-3
     set_mask(model, far)
-    masked = [name for name, one in attention.items() if getattr(one, "_stof_mask", None)]
+    masked = with_rules(attention)
     assert len(masked) == 4 and not any("EncDec" in name for name in masked)
     set_mask(model, {"decoder.block.*.layer.1.EncDecAttention": far})
-    masked = [name for name, one in attention.items() if getattr(one, "_stof_mask", None)]
+    masked = with_rules(attention)
     assert len(masked) == 2 and all("EncDec" in name for name in masked)
     set_mask(model, None)
     close(hidden(model, inputs), plain)

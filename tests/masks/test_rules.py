@@ -144,6 +144,10 @@ def test_batch_prefix():
     assert torch.equal(mask.to_dense()[:, 0], expected)
 
 
+def mask_mod(b, h, q, k):
+    return q >= k
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -160,10 +164,29 @@ def test_batch_prefix():
         (lambda: masks.rule(lambda b, h, q, k: torch.rand_like(q.float()) > 0.5), "random numbers"),
         (lambda: masks.fixed(8, 9), "1..stride"),
         (lambda: masks.document(torch.zeros(3)), "integers"),
-        (lambda: masks.from_cu_seqlens([0, 5, 3]), "ascending"),
+        (lambda: masks.document([[0, 0, 1], [0, 1]]), "rows of one length"),
+        (lambda: masks.document(None), "got NoneType"),
+        (lambda: masks.from_cu_seqlens([0, 5, 3]), r"ascending .* got \[0, 5, 3\]"),
+        (lambda: masks.from_cu_seqlens(torch.tensor([0.0, 3.5, 5.0])), r"float32 \[3\]; convert"),
+        (lambda: masks.from_cu_seqlens([[0, 3], [0]]), "ascending"),
+        (lambda: masks.from_cu_seqlens([0, 0]), r"got \[0, 0\]"),
+        (lambda: masks.batch_prefix_lm([[1], [2, 3]]), "integers"),
+        (lambda: masks.batch_prefix_lm([1j]), "complex64"),
         (lambda: masks.from_tensor(torch.zeros(3, 3)), "bool tensor"),
         (lambda: masks.per_head([]), "non-empty"),
+        (lambda: masks.per_head(masks.causal()), "got the rule causal"),
+        (lambda: masks.per_head(masks.causal() for _ in range(2)), "got generator"),
+        (lambda: masks.per_head(torch.ones(2, 3)), "got Tensor; give a list"),
+        (lambda: masks.per_head([masks.causal(), mask_mod]), "got function for head 1"),
+        (lambda: masks.rule(masks.causal), "called first"),
+        (lambda: masks.rule(lambda q, k: q >= k), "four indices"),
         (lambda: masks.causal() & torch.ones(3, 3), "masks.from_tensor"),
+        (lambda: masks.causal() & 3, "'&' needs a mask rule on both sides, got int"),
+        (lambda: 3 | masks.causal(), "got int"),
+        (lambda: mask_mod & masks.causal(), "got function; wrap a function .* with masks.rule"),
+        (lambda: torch.ones(3, 3).bool() & masks.causal(), "got Tensor"),
+        (lambda: np.ones((3, 3), bool) | masks.causal(), "got ndarray"),
+        (lambda: masks.build_block_mask(mask_mod, 9, 9), "as_mask_spec"),
         (lambda: masks.build_block_mask(masks.causal(), 10, 10, 12), "multiples of 8"),
         (lambda: masks.build_block_mask(masks.causal(), -1, 10), "negative"),
         (
@@ -189,6 +212,54 @@ def test_batch_prefix():
 def test_errors_say_what_to_do(make, match):
     with pytest.raises(StofMaskError, match=match):
         make()
+
+
+TABLE = torch.arange(2 * 2 * 9).reshape(2, 2, 9) // 5
+ROW = TABLE[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "match"),
+    [
+        (lambda b, h, q, k: ROW[q] == 1, (12, 9), "the query .* 9 positions, .* 11 is"),
+        (lambda b, h, q, k: TABLE[b, h, k] == 1, (9, 10), "the key .* a table of 10 or more"),
+        (lambda b, h, q, k: TABLE[b][h][k] == 1, (9, 10), "the key .* a table of 10 or more"),
+        (lambda b, h, q, k: TABLE[b, 0, k] == 1, (9, 9, 3), "batch row .* of 2, the problem has 3"),
+        (lambda b, h, q, k: TABLE[b][h, k] == 1, (9, 9, 2, 4), "the head .* of 2, the problem has"),
+        (lambda b, h, q, k: ROW[q + 1] == 1, (9, 9), "index 9 is out of bounds"),
+    ],
+)
+def test_tables_of_a_function_that_are_too_short(function, sizes, match):
+    q_len, k_len, batch, heads = (*sizes, 2, 2)[:4]
+    for spec in (masks.rule(function), masks.causal() & ~masks.rule(function)):
+        with pytest.raises(StofMaskError, match=match):
+            masks.build_block_mask(spec, q_len, k_len, 8, batch=batch, heads=heads)
+
+
+def test_tables_of_a_function_that_are_long_enough():
+    clamped = masks.rule(lambda b, h, q, k: ROW[q.clamp(max=8)] == 1)
+    assert torch.equal(dense(clamped, 12, 9)[:9, 0], TABLE[0, 0] == 1)
+    longer = masks.rule(lambda b, h, q, k: TABLE[b, h, k] == 1)
+    found = masks.build_block_mask(longer, 5, 9, 8).to_dense()
+    assert torch.equal(found[0, 0, 0], TABLE[0, 0] == 1)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        bool,
+        lambda rule: not rule,
+        lambda rule: rule and masks.dense(),
+        lambda rule: rule or masks.dense(),
+        lambda rule: 1 if rule else 0,
+        lambda rule: all([rule, rule]),
+    ],
+    ids=["bool", "not", "and", "or", "if", "all"],
+)
+def test_a_rule_has_no_truth_value(ask):
+    for rule in (masks.causal(), ~masks.bigbird(4, 4, 0.1), masks.rule(mask_mod)):
+        with pytest.raises(TypeError, match=r"combine rules by &, \| and ~"):
+            ask(rule)
 
 
 BANDS = {

@@ -1,0 +1,160 @@
+"""Queries that are some of the sequence the keys are made of, as ``x[:, :1]``: which ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stof_compile.node_ops import (
+    argument,
+    is_module_tensor,
+    operation,
+    same_size,
+    shape_of,
+    tensor_meta,
+)
+
+_PIECES = frozenset({"chunk", "split", "tensor_split", "unbind"})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a node takes of a sequence.
+
+    Args:
+        node: the one that takes it.
+        start: the first row, None where only the run tells it, the rows do not follow each other
+            or are not as many as the queries. From the end where it is negative.
+        to_end: up to the last row.
+    """
+
+    node: Node
+    start: int | None
+    to_end: bool = False
+
+
+def taken_rows(q: Node, k: Node, q_len: Any, k_len: Any) -> list[Rows]:
+    """Where queries are taken from a sequence of as many rows as there are keys, which is made of
+    what the keys are made of. Empty where that cannot be seen.
+
+    Args:
+        q, k: queries [B, H, Q, D] and keys. q_len, k_len: how many, ints or SymInts.
+    """
+    of_keys = set(_behind(k))
+    found = []
+    for node in _behind(q, of_keys):
+        source = _source(node)
+        if source is None or not _is_activation(source):
+            continue
+        rows = _rows(node, source, q_len, k_len)
+        if rows is not None and any(n in of_keys and _is_activation(n) for n in _behind(source)):
+            found.append(rows)
+    return [rows for rows in found if rows.start is not None] or found
+
+
+def _is_activation(node: Node) -> bool:
+    values = tensor_meta(node)
+    return values is not None and values.is_floating_point() and not is_module_tensor(node)
+
+
+def _behind(start: Node, but: frozenset[Node] | set[Node] = frozenset()) -> Iterator[Node]:
+    """A node and all that it is made of, the nearest ones first; not what ``but`` holds."""
+    seen, queue = {start}, deque([start])
+    while queue:
+        node = queue.popleft()
+        yield node
+        for other in node.all_input_nodes:
+            if other not in seen and other not in but:
+                seen.add(other)
+                queue.append(other)
+
+
+def _source(node: Node) -> Node | None:
+    """The tensor that a node takes a part of."""
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if source is not None and operation(node) == "getitem" and operation(source) in _PIECES:
+        source = source.args[0] if source.args and isinstance(source.args[0], Node) else None
+    return source
+
+
+def _rows(node: Node, source: Node, q_len: Any, k_len: Any) -> Rows | None:
+    """The rows that a node takes of its source, where this has as many as there are keys."""
+    shape = shape_of(source)
+    if shape is None or len(shape) < 2:
+        return None
+    for axis, start, stop, step in _taken(node, source, shape):
+        if axis == len(shape) - 1 or not same_size(shape[axis], k_len):
+            continue  # the last axis is that of features
+        taken = shape_of(node)
+        if taken is None:
+            return None
+        left = 1 if len(taken) < len(shape) else taken[axis]
+        known = step in (None, 1) and isinstance(start, int) and same_size(left, q_len)
+        return Rows(node, start if known else None, stop is None)
+    return None
+
+
+def _taken(node: Node, source: Node, shape: tuple[Any, ...]) -> Iterator[tuple[int, Any, Any, Any]]:
+    """(axis, start, stop, step) of each axis that a node narrows; a start that is no number is
+    known only at run time."""
+    name, given = operation(node), node.args[0]
+    if name == "getitem" and isinstance(given, Node) and operation(given) in _PIECES:
+        axis, number = argument(given, 2, "dim", 0), node.args[1]
+        if operation(given) == "unbind":
+            axis = argument(given, 1, "dim", 0)
+        if isinstance(axis, int) and isinstance(number, int):
+            yield axis % len(shape), _start_of_piece(given, number, axis), 0, 1
+    elif name == "getitem":
+        entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        for axis, entry in _by_axis(entries, len(shape)):
+            if isinstance(entry, slice):
+                if entry != slice(None):
+                    yield axis, entry.start or 0, entry.stop, entry.step
+            elif isinstance(entry, int):
+                yield axis, entry, entry + 1 or None, 1
+            else:
+                yield axis, None, 0, 1
+    elif name == "narrow":
+        axis = argument(node, 1, "dim")
+        if isinstance(axis, int):
+            yield axis % len(shape), argument(node, 2, "start"), 0, 1
+    elif name in ("select", "index_select"):
+        axis, index = argument(node, 1, "dim"), argument(node, 2, "index")
+        if isinstance(axis, int):
+            yield axis % len(shape), index, None if index == -1 else 0, 1
+    elif name == "gather":
+        axis = argument(node, 1, "dim")
+        if isinstance(axis, int):
+            yield axis % len(shape), None, 0, 1
+
+
+def _by_axis(entries: tuple[Any, ...], rank: int) -> Iterator[tuple[int, Any]]:
+    """(axis of the source, entry) of an index; nothing where a mask of booleans may be in it."""
+    entries = tuple(e for e in entries if e is not None)
+    axes = sum(e is not Ellipsis for e in entries)
+    at = 0
+    for entry in entries:
+        if entry is Ellipsis:
+            at += rank - axes
+            continue
+        meta = entry.meta.get("example_value") if isinstance(entry, Node) else None
+        if isinstance(meta, torch.Tensor) and meta.dtype == torch.bool:
+            return
+        yield at, entry
+        at += 1
+
+
+def _start_of_piece(pieces: Node, number: int, axis: int) -> int | None:
+    """Where the ``number``-th of some pieces begins."""
+    held = pieces.meta.get("example_value")
+    if not isinstance(held, list | tuple) or not all(isinstance(t, torch.Tensor) for t in held):
+        return None
+    if operation(pieces) == "unbind":
+        return number % len(held)
+    lengths = [t.shape[axis] for t in held[: number % len(held)]]
+    return sum(lengths) if all(isinstance(n, int) for n in lengths) else None
