@@ -64,7 +64,7 @@ def cleared(x):
 
 @gluon.jit
 def reciprocal(x):
-    """1 / x, within a unit in the last place: of sums of weights, which are 1 or more, or NaN."""
+    """1 / x, within a unit in the last place: of sums of weights, a half or more, or NaN."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 

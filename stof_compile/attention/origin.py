@@ -156,12 +156,12 @@ def _taken(q: Node, k: Node, q_len: Any, k_len: Any) -> QueryOffset | None:
     if not rows:
         return None
     if all(taken.to_end and (taken.start or 0) < 0 for taken in rows):
-        return QueryOffset("length", reason=f"'{rows[0].node.name}' takes the last rows")
+        return QueryOffset("length", reason=f"the last rows, by '{rows[0].node.name}'")
     starts = {_from_the_front(taken.start, k_len) for taken in rows}
     names = ", ".join(f"'{taken.node.name}'" for taken in rows)
     if len(starts) > 1 or None in starts:
-        return QueryOffset("unknown", reason=f"it is not known which rows {names} takes")
-    return QueryOffset("slice", starts.pop(), reason=f"rows that {names} takes of the sequence")
+        return QueryOffset("unknown", reason=f"it is not known which rows they are, by {names}")
+    return QueryOffset("slice", starts.pop(), reason=f"rows of the sequence by {names}")
 
 
 def _from_the_front(start: int | None, length: Any) -> int | None:

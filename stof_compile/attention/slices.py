@@ -1,4 +1,5 @@
-"""Queries that are some of the sequence the keys are made of, as ``x[:, :1]``: which ones."""
+"""Queries that are some of the sequence the keys are made of, as ``x[:, :1]`` or a part of a
+concatenation: which ones."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Rows:
     """What a node takes of a sequence.
 
     Args:
-        node: the one that takes it.
+        node: the one that takes it, or that the sequence is put together by.
         start: the first row, None where only the run tells it, the rows do not follow each other
             or are not as many as the queries. From the end where it is negative.
         to_end: up to the last row.
@@ -47,7 +48,15 @@ def taken_rows(q: Node, k: Node, q_len: Any, k_len: Any) -> list[Rows]:
     """
     of_keys = set(_behind(k))
     found = []
-    for node in _behind(q, of_keys):
+    before = list(_behind(q, of_keys))
+    shared = {node for one in before for node in one.all_input_nodes if node in of_keys}
+    for part in filter(_is_activation, shared):
+        found += [
+            rows
+            for node in part.users
+            if node in of_keys and (rows := _part_of(node, part, q_len, k_len)) is not None
+        ]
+    for node in before:
         source = _source(node)
         if source is None or not _is_activation(source):
             continue
@@ -72,6 +81,23 @@ def _behind(start: Node, but: frozenset[Node] | set[Node] = frozenset()) -> Iter
             if other not in seen and other not in but:
                 seen.add(other)
                 queue.append(other)
+
+
+def _part_of(node: Node, part: Node, q_len: Any, k_len: Any) -> Rows | None:
+    """Which rows of a concatenation ``node``, of as many as there are keys, one part of it is."""
+    parts, axis = argument(node, 0, "tensors"), argument(node, 1, "dim", 0)
+    whole, own = shape_of(node), shape_of(part)
+    if operation(node) != "cat" or not isinstance(parts, list | tuple) or whole is None:
+        return None
+    if own is None or not isinstance(axis, int) or axis % len(whole) == len(whole) - 1:
+        return None
+    if not (same_size(whole[axis], k_len) and same_size(own[axis], q_len)):
+        return None
+    number = parts.index(part)
+    if number == len(parts) - 1:
+        return Rows(node, -own[axis] if isinstance(own[axis], int) else -1, True)
+    sizes = [(shape_of(other) or own)[axis] for other in parts[:number]]
+    return Rows(node, sum(sizes) if all(isinstance(size, int) for size in sizes) else None)
 
 
 def _source(node: Node) -> Node | None:

@@ -85,8 +85,40 @@ def test_rows_of_symbolic_lengths(name):
 @torch.no_grad()
 def test_rows_that_do_not_follow_each_other_are_refused(name):
     _, fast = compiled(SCATTERED[name], False)
-    with pytest.raises(StofMaskError, match="it is not known which rows"):
+    with pytest.raises(StofMaskError, match="it is not known which rows they are"):
         fast(torch.randn(1, KEYS, 32))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("number", range(3))
+@torch.no_grad()
+def test_a_part_of_a_concatenation(number, dynamic):
+    """As a class token before the others, or latent rows behind them."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.q, self.kv = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 64)
+
+        def forward(self, *parts, keep=None):
+            parts = [self.norm(part) for part in parts]
+            q = self.q(parts[number])
+            q = q.view(1, q.shape[1], 4, 8).transpose(1, 2)
+            k, v = self.kv(torch.cat(parts, 1)).view(1, -1, 2, 4, 8).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+    model, sizes = Layer().eval(), (3, 16, 5)
+    parts = [torch.randn(1, size, 32) for size in sizes]
+    start = sum(sizes[:number])
+    rows = torch.arange(start, start + sizes[number])
+    options = {**NO_TIMING, "mask": masks.sliding_window(3), "strict": not dynamic}
+    fast = torch.compile(model, backend="stof", options=options, dynamic=dynamic)
+    if dynamic and number == 1:  # behind a part whose length is a symbol
+        with pytest.raises(StofMaskError, match="it is not known which rows they are"):
+            fast(*parts)
+        return
+    keep = (rows[:, None] - torch.arange(KEYS)).abs() <= 3
+    assert_same(fast(*parts), model(*parts, keep=keep))
 
 
 @torch.no_grad()
