@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
-from .hopper_units import next_number, unit_place
+from .hopper_units import next_number, tile_row, unit_place
 from .softmax import LOG2E
 
 
@@ -44,18 +44,11 @@ def produce_gradient(
             number, batch_heads, heads, rows, heavy_rows, heavy_rows * batch_heads, last_heads
         )  # fmt: skip
         valid = number < units
-        row = 0
-        start = 0
-        middle = 0
-        stop = 0
-        if valid:
-            base = 0
-            if not SINGLE_PLANE:  # then GROUP is 1, or rows are asked for
-                base = gl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
-            row = gl.load(order + base + slot)
-            start = gl.load(tile_ptr + base + row)
-            middle = gl.load(full_start + base + row)
-            stop = gl.load(tile_ptr + base + row + 1)
+        # with more planes than one GROUP is 1, or rows are asked for
+        row, start, middle, stop = tile_row(
+            valid, b, h, slot, rows, plane_map, plane_stride_b, plane_stride_h,
+            order, tile_ptr, full_start, SINGLE_PLANE,
+        )  # fmt: skip
 
         # -- tiles of its own, with what the consumer has to know ----
         slot = turn % SLOTS

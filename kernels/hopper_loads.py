@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
-from .hopper_units import next_number, unit_place
+from .hopper_units import next_number, tile_row, unit_place
 
 
 @gluon.jit
@@ -45,23 +45,15 @@ def produce(
             if number < heavy_units:
                 slot = slot // pieces
         valid = number < units
-        row = 0
-        start = 0
-        middle = 0
-        stop = 0
-        if valid:
-            base = 0
-            if not SINGLE_PLANE:
-                base = gl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
-            row = gl.load(row_order + base + slot)
-            start = gl.load(row_ptr + base + row)
-            middle = gl.load(full_start + base + row)
-            stop = gl.load(row_ptr + base + row + 1)
-            if SPLIT and number < heavy_units:
-                count = stop - start
-                stop = start + count * (piece + 1) // pieces
-                start = start + count * piece // pieces
-                middle = gl.minimum(gl.maximum(middle, start), stop)
+        row, start, middle, stop = tile_row(
+            valid, b, h, slot, rows, plane_map, plane_stride_b, plane_stride_h,
+            row_order, row_ptr, full_start, SINGLE_PLANE,
+        )  # fmt: skip
+        if SPLIT and valid and number < heavy_units:
+            count = stop - start
+            stop = start + count * (piece + 1) // pieces
+            start = start + count * piece // pieces
+            middle = gl.minimum(gl.maximum(middle, start), stop)
 
         # -- query tile, with what the consumer has to know ----
         q_slot = turn % Q_SLOTS

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
-from .hopper_units import next_number, unit_place
+from .hopper_units import next_number, tile_row, unit_place
 
 CONSUMERS: gl.constexpr = gl.constexpr(3)  # each has 64 of a tile's queries
 SLOTS: gl.constexpr = gl.constexpr(2)  # for the query tiles of a unit
@@ -70,18 +70,10 @@ def produce_shared(
             number, batch_heads, heads, rows, heavy_rows, heavy_units, last_heads
         )  # fmt: skip
         valid = number < units
-        row = 0
-        start = 0
-        middle = 0
-        stop = 0
-        if valid:
-            base = 0
-            if not SINGLE_PLANE:
-                base = gl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
-            row = gl.load(row_order + base + slot)
-            start = gl.load(row_ptr + base + row)
-            middle = gl.load(full_start + base + row)
-            stop = gl.load(row_ptr + base + row + 1)
+        row, start, middle, stop = tile_row(
+            valid, b, h, slot, rows, plane_map, plane_stride_b, plane_stride_h,
+            row_order, row_ptr, full_start, SINGLE_PLANE,
+        )  # fmt: skip
         col, tile, part, full = _next_tile(
             col_idx, bitmap_id, middle - 1, start, stop - 1, middle
         )  # fmt: skip

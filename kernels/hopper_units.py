@@ -38,3 +38,25 @@ def unit_place(number, batch_heads, heads, rows, heavy_rows, heavy_units, last_h
             bh = first + light % last_heads
     b = bh // heads
     return b, bh - b * heads, slot
+
+
+@gluon.jit
+def tile_row(
+    valid, b, h, slot, rows, plane_map, plane_stride_b, plane_stride_h,
+    order, tile_ptr, full_start, SINGLE_PLANE: gl.constexpr,
+):  # fmt: skip
+    """(tile row, its first tile, its first full one, the end of its tiles) of a slot in the order
+    of rows; zeros where the unit is not valid. Columns of a transposed list alike."""
+    row = 0
+    start = 0
+    middle = 0
+    stop = 0
+    if valid:
+        base = 0
+        if not SINGLE_PLANE:
+            base = gl.load(plane_map + b * plane_stride_b + h * plane_stride_h) * rows
+        row = gl.load(order + base + slot)
+        start = gl.load(tile_ptr + base + row)
+        middle = gl.load(full_start + base + row)
+        stop = gl.load(tile_ptr + base + row + 1)
+    return row, start, middle, stop
