@@ -122,7 +122,8 @@ def query_offset(graph: Graph, q: Node, k: Node, reader: Node, k_axis: int = -2)
         difference = k_len - q_len if isinstance(q_len, int) and isinstance(k_len, int) else None
         if same_size(q_len, k_len):
             difference = 0
-        taken = None if difference == 0 else _taken(q, k, q_len, k_len)
+        some = difference is None or difference > 0
+        taken = _taken(q, k, q_len, k_len) if some else None
         if taken is not None:
             return taken
         if base.op == "placeholder" and difference != 0:

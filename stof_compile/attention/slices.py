@@ -49,7 +49,8 @@ def taken_rows(q: Node, k: Node, q_len: Any, k_len: Any) -> list[Rows]:
     of_keys = set(_behind(k))
     found = []
     before = list(_behind(q, of_keys))
-    shared = {node for one in before for node in one.all_input_nodes if node in of_keys}
+    inputs = dict.fromkeys(node for one in before for node in one.all_input_nodes)
+    shared = (node for node in inputs if node in of_keys)
     for part in filter(_is_activation, shared):
         found += [
             rows
@@ -60,10 +61,37 @@ def taken_rows(q: Node, k: Node, q_len: Any, k_len: Any) -> list[Rows]:
         source = _source(node)
         if source is None or not _is_activation(source):
             continue
-        rows = _rows(node, source, q_len, k_len)
-        if rows is not None and any(n in of_keys and _is_activation(n) for n in _behind(source)):
-            found.append(rows)
+        taken = _rows(node, source, q_len, k_len)
+        if taken is not None and _is_all_of_the_keys(source, taken[0], of_keys, k_len):
+            found.append(taken[1])
     return [rows for rows in found if rows.start is not None] or found
+
+
+def _is_all_of_the_keys(source: Node, axis: int, of_keys: set[Node], k_len: Any) -> bool:
+    """Whether an axis of as many entries as there are keys is theirs: they are made of what the
+    source is made of, of all of that axis, and are not put behind others as those of a cache are.
+    Else that the numbers agree is an accident: of q, k and v in one tensor, or of heads."""
+    behind = set(_behind(source))
+    made_of = set(filter(_is_activation, behind))
+    if not made_of & of_keys:
+        return False
+    for node in of_keys - behind:
+        if _source(node) is source:
+            if any(taken[0] == axis for taken in _taken(node, source, shape_of(source) or ())):
+                return False
+        elif _puts_together(node, k_len):
+            parts = (part for part in node.all_input_nodes if _is_activation(part))
+            if any(made_of.isdisjoint(_behind(part)) for part in parts):
+                return False
+    return True
+
+
+def _puts_together(node: Node, k_len: Any) -> bool:
+    """Whether a node is a concatenation to as many rows as there are keys."""
+    shape, axis = shape_of(node), argument(node, 1, "dim", 0)
+    if operation(node) != "cat" or shape is None or not isinstance(axis, int):
+        return False
+    return same_size(shape[axis], k_len)
 
 
 def _is_activation(node: Node) -> bool:
@@ -87,11 +115,11 @@ def _part_of(node: Node, part: Node, q_len: Any, k_len: Any) -> Rows | None:
     """Which rows of a concatenation ``node``, of as many as there are keys, one part of it is."""
     parts, axis = argument(node, 0, "tensors"), argument(node, 1, "dim", 0)
     whole, own = shape_of(node), shape_of(part)
-    if operation(node) != "cat" or not isinstance(parts, list | tuple) or whole is None:
+    if not _puts_together(node, k_len) or not isinstance(parts, list | tuple):
         return None
-    if own is None or not isinstance(axis, int) or axis % len(whole) == len(whole) - 1:
+    if whole is None or own is None or axis % len(whole) == len(whole) - 1:
         return None
-    if not (same_size(whole[axis], k_len) and same_size(own[axis], q_len)):
+    if not same_size(own[axis], q_len):
         return None
     number = parts.index(part)
     if number == len(parts) - 1:
@@ -108,8 +136,9 @@ def _source(node: Node) -> Node | None:
     return source
 
 
-def _rows(node: Node, source: Node, q_len: Any, k_len: Any) -> Rows | None:
-    """The rows that a node takes of its source, where this has as many as there are keys."""
+def _rows(node: Node, source: Node, q_len: Any, k_len: Any) -> tuple[int, Rows] | None:
+    """(axis, the rows that a node takes of its source), where that has as many as there are
+    keys."""
     shape = shape_of(source)
     if shape is None or len(shape) < 2:
         return None
@@ -121,7 +150,7 @@ def _rows(node: Node, source: Node, q_len: Any, k_len: Any) -> Rows | None:
             return None
         left = 1 if len(taken) < len(shape) else taken[axis]
         known = step in (None, 1) and isinstance(start, int) and same_size(left, q_len)
-        return Rows(node, start if known else None, stop is None)
+        return axis, Rows(node, start if known else None, stop is None)
     return None
 
 

@@ -121,6 +121,61 @@ def test_a_part_of_a_concatenation(number, dynamic):
     assert_same(fast(*parts), model(*parts, keep=keep))
 
 
+PROJECTED = {  # q, k and v of [B, rows, 3, heads, dims]
+    "permute": lambda t: t.permute(2, 0, 3, 1, 4),
+    "unbind": lambda t: tuple(part.transpose(1, 2) for part in t.unbind(2)),
+    "index": lambda t: tuple(t[:, :, i].transpose(1, 2) for i in range(3)),
+    "chunk": lambda t: tuple(part.squeeze(2).transpose(1, 2) for part in t.chunk(3, 2)),
+}
+
+
+@pytest.mark.parametrize("keys", [3, 4, 8])
+@pytest.mark.parametrize("name", PROJECTED)
+@torch.no_grad()
+def test_as_many_keys_as_parts_of_a_projection_are_an_accident(name, keys):
+    """Or as heads, or dims: the query is the last one behind a cache of ``keys - 1`` rows."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(32, 96)
+
+        def forward(self, x, past_k, past_v, keep=None):
+            q, k, v = PROJECTED[name](self.project(x).view(1, x.shape[1], 3, 4, 8))
+            k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+    model, options = Layer().eval(), {**NO_TIMING, "mask": masks.sliding_window(1, causal=True)}
+    fast = torch.compile(model, backend="stof", options=options)
+    x, past = torch.randn(1, 1, 32), torch.randn(2, 1, 4, keys - 1, 8)
+    keep = torch.arange(keys)[None] == keys - 1
+    assert_same(fast(x, *past), model(x, *past, keep=keep))
+
+
+@torch.no_grad()
+def test_rows_and_rotary_tables_of_as_many_dims_as_keys():
+    """The halves of ``rotate_half`` are put together to as many columns as there are keys."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x, keep=None):
+            q, k, v = (f(x).view(1, 16, 2, 16).transpose(1, 2) for f in (self.q, self.k, self.v))
+            angle = torch.arange(16)[:, None] * torch.logspace(0, -2, 8).repeat(2)
+            q, k = (
+                t * angle.cos() + torch.cat([-t[..., 8:], t[..., :8]], -1) * angle.sin()
+                for t in (q, k)
+            )
+            return F.scaled_dot_product_attention(q[:, :, 4:6], k, v, attn_mask=keep)
+
+    model, options = Layer().eval(), {**NO_TIMING, "mask": masks.sliding_window(3)}
+    fast, x = torch.compile(model, backend="stof", options=options), torch.randn(1, 16, 32)
+    keep = (torch.arange(4, 6)[:, None] - torch.arange(16)).abs() <= 3
+    assert_same(fast(x), model(x, keep))
+
+
 @torch.no_grad()
 def test_a_second_layer_over_the_rows():
     """Its queries come from the first layer's result, its keys from the whole sequence."""
