@@ -74,6 +74,8 @@ class BlockConfig(NamedTuple):
     # of a thread at most, 0: as many as the compiler wants; no limit holds where it would spill
     registers: int = 0
     pieces: int = 1  # programs that share a heavy row, whose results are merged (long_rows.py)
+    # 1: part tiles begin where the keys of their rows do (masks/shifted_tiles.py); Hopper, 64 x 64
+    shifted: int = 0
 
 
 # Three programs of this form fit a Hopper multiprocessor, and four where a thread has 128 registers
@@ -99,6 +101,7 @@ def configs(
     narrow: bool = False,
     pairs: bool = False,
     shared: bool = False,
+    shifted: bool = False,
     limits: bool = True,
 ) -> list[BlockConfig]:
     """Configs worth timing, pruned by shared memory and registers; the likely best first.
@@ -117,6 +120,7 @@ def configs(
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
         pairs: whether tiles of 128 keys hold little more.
         shared: whether those of 192 rows do.
+        shifted: whether fewer tiles do where they begin with the keys of their rows.
         limits: whether limits of registers hold: not for bands over lengths that are no multiple of
             a tile, see ``_limit``.
     """
@@ -166,6 +170,9 @@ def configs(
         return found
     forms = hopper_forms(head_dim, pairs=pairs, shared=shared)
     groups = [BlockConfig(rows, keys, 4, stages, hopper=p) for rows, keys, p, stages in forms]
+    if shifted:
+        square = [config for config in groups if config[:2] == (64, 64)]
+        groups = [config._replace(shifted=1) for config in square] + groups
     return groups + found if units >= _HOPPER_FIRST_UNITS else found + groups
 
 

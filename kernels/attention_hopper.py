@@ -38,6 +38,7 @@ from .problem import (
 from .work_queue import new_queue
 
 TILE = 64
+SHORT = 32  # keys of a short tile, of those that are shifted
 PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
 SHARED_ROWS = 192  # of a tile, where three consumers share its keys
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -66,6 +67,7 @@ class _Known(NamedTuple):
     head_dim: int
     has_part: bool
     has_tail: bool
+    shifted: bool
     whole: bool  # rows are never cut: a kernel without arguments for it
     pieces: tuple[int, ...]  # arguments of new_pieces behind q; empty where no row is cut
     merge: Repeat | None  # of their results
@@ -169,6 +171,7 @@ def attention_hopper_forward(
     pieces: int,
     uneven: bool,
     return_lse: bool,
+    shifted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the Hopper kernel.
 
@@ -188,6 +191,7 @@ def attention_hopper_forward(
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.
         return_lse: also return the log-sum-exp of the masked scores.
+        shifted: the mask is ``BlockMask.shifted_tensors``; tiles of 64 x 64.
 
     Returns:
         out: logical [batch, heads, q_len, head_dim] in [batch, q_len, heads, head_dim] memory.
@@ -198,7 +202,7 @@ def attention_hopper_forward(
         ValueError: a size or array that the kernel does not take.
     """
     arrays = TileMask(*mask)
-    numbers = scale, programs, stages, heavy_rows, pieces, uneven, return_lse
+    numbers = scale, programs, stages, heavy_rows, pieces, uneven, return_lse, shifted
     asked = (*map(layout, (q, k, v, *arrays)), *numbers)
     known = _known.get(asked)
     if known is not None and known.repeat.here:
@@ -235,6 +239,8 @@ def attention_hopper_forward(
         plain=scale > 0,
     )
     refusal = refusal or form_refusal(tile, programs, stages, head_dim)
+    if shifted and tile != (TILE, TILE):
+        refusal = refusal or f"shifted tiles are 64 x 64, not {tile[0]} x {tile[1]}"
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
@@ -254,6 +260,9 @@ def attention_hopper_forward(
     operands.append(Descriptor(fragments, *of_words))
     if not whole:
         operands += [tiles_of(t, TILE, tail_d) if tail_d else 0 for t in tiled]
+        for width in (block_d, tail_d):
+            there = shifted and width > 0
+            operands += [tiles_of(t, SHORT, width) if there else 0 for t in held[1:]]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count * programs
     last_heads = last_heads_together(p, slots, workers) if uneven else 1
     with on_device(q):
@@ -288,14 +297,18 @@ def attention_hopper_forward(
             arguments += [pieces if split else 1, *(parts or (queue, queue))]
             slots = query_slots(block_d + tail_d, programs)
             narrow = {"TAIL_D": tail_d, "RING": ring(stages), "Q_SLOTS": slots}
-            constants = {**first, **narrow, **of_mask, "SPLIT": split}
+            constants = {**first, **narrow, **of_mask, "SPLIT": split, "SHIFTED": shifted}
             kernel = attention_hopper_kernel
         options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
         repeat = launch(kernel, min(workers, units), arguments, constants, options)
         merge = None if parts is None else _merge(parts, arrays, out, lse)
     copied = any(a.data_ptr() != b.data_ptr() for a, b in zip((q, k, v), held, strict=True))
     if repeat is not None and not copied and (parts is None or merge is not None):
-        remember(_known, asked, _Known(repeat, head_dim, has_part, tail_d > 0, whole, cut, merge))
+        remember(
+            _known,
+            asked,
+            _Known(repeat, head_dim, has_part, tail_d > 0, shifted, whole, cut, merge),
+        )
     return out.transpose(1, 2), lse
 
 
@@ -305,7 +318,9 @@ def _repeat(
     """Run a known launch on tensors with the same layouts, in the kernel's order of arguments."""
     fragments = mask.bitmap if known.has_part else no_fragments(mask)
     queue = new_queue(q.device)
-    tails = (q, k, v, out) if known.has_tail else ()
+    tails: tuple[Tensor, ...] = (q, k, v, out) if known.has_tail else ()
+    if known.shifted:
+        tails += (k, v, k, v) if known.has_tail else (k, v)
     parts = new_pieces(q, *known.pieces) if known.pieces else None
     known.repeat(
         q, k, v, out, fragments, *tails, lse if lse.numel() else queue, queue,

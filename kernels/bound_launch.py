@@ -51,7 +51,7 @@ class Repeat:
 
     Args:
         compiled: what Triton compiled for it. programs: of the grid. arguments: of that launch;
-            descriptors, which come first, other tensors and numbers. constants: the kernel's.
+            descriptors and numbers, then other tensors and numbers. constants: the kernel's.
     """
 
     def __init__(
@@ -59,8 +59,16 @@ class Repeat:
     ) -> None:
         self._compiled, self._programs = compiled, programs
         # without the tensors: they would live as long as the process
-        plain = [a for a in arguments if isinstance(a, Tensor | int)]
-        self._descriptors = [_with(a, base=None) for a in arguments[: len(arguments) - len(plain)]]
+        self._descriptors: list[Any] = []
+        self._before: list[list[int]] = []  # numbers between a descriptor and the one before it
+        plain: list[Any] = []
+        for a in arguments:
+            if isinstance(a, Tensor | int):
+                plain.append(a)
+            else:
+                self._descriptors.append(_with(a, base=None))
+                self._before.append(plain)
+                plain = []
         self._rest = [*(None if isinstance(a, Tensor) else a for a in plain), *constants]
         self._places = [place for place, a in enumerate(plain) if isinstance(a, Tensor)]
         self._device = torch.cuda.current_device()
@@ -98,6 +106,7 @@ class Repeat:
             return
         encoded: list[Any] = []
         for number, base in enumerate(bases):
+            encoded += self._before[number]
             encoded += self._encode(number, base)
         start, how, _ = self._direct
         start(
@@ -106,8 +115,10 @@ class Repeat:
         )  # fmt: skip
 
     def _placed(self, bases: Sequence[Tensor]) -> list[Any]:
-        placed = zip(self._descriptors, bases, strict=True)
-        return [_with(descriptor, base=base) for descriptor, base in placed]
+        placed: list[Any] = []
+        for numbers, made, base in zip(self._before, self._descriptors, bases, strict=True):
+            placed += [*numbers, _with(made, base=base)]
+        return placed
 
     def _encode(self, number: int, base: Tensor) -> Sequence[Any]:
         """A descriptor as the GPU reads it. Its address is all that is new: an allocator gives the
@@ -174,8 +185,8 @@ def launch(
     Args:
         kernel: a Triton or Gluon kernel whose constants come last.
         programs: of the grid, at least 1.
-        arguments: in the order of the kernel: ``Descriptor``s, which come first, tensors, ints of
-            at most 64 bits.
+        arguments: in the order of the kernel: ``Descriptor``s and ints in their place, then
+            tensors and ints of at most 64 bits.
         constants: the kernel's, all of them, in its order.
         options: of the compiler: num_warps and the like.
     Returns:

@@ -40,6 +40,7 @@ from .hopper_registers import (
     weighed_and_scaled,
     without,
 )
+from .hopper_short import attend_short
 from .hopper_transfers import WORDS, barrier_of_threads, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
@@ -53,7 +54,7 @@ def consume(
     heads, q_len, heavy_rows, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     RING: gl.constexpr, Q_SLOTS: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
     """Attend unit by unit.
 
@@ -90,6 +91,7 @@ def consume(
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
         if going > 0:
             q_tile = q_bufs.index(q_slot).reshape([ROWS, BLOCK_D])
+            q_tail = q_tile
             offset = gl.full([ROWS, 4], NO_OFFSET, gl.float32, own_rows)
             total = gl.zeros([ROWS, 4], gl.float32, own_rows)
             acc = cleared(gl.zeros([ROWS, BLOCK_D], gl.float32, result))
@@ -165,8 +167,29 @@ def consume(
                     slot = gl.where(slot == RING, 0, slot)
             mbarrier.arrive(kv_empty.index(before), count=1, pred=count > 0)
 
-            # -- result ----
             unit = unit_bufs.index(q_slot).load(everywhere)  # once more, for want of registers
+            if SHIFTED:
+                short = gl.sum(gl.where(field == 7, unit, 0), 0)
+                if short > 0:
+                    if RING % 2 == 0:
+                        slot = 2 * pair
+                    values = slot + 1
+                    if RING % 2 == 1:
+                        values = gl.where(values == RING, 0, values)
+                    acc, acc_tail, offset, total = attend_short(
+                        q_tile, q_tail, kv_bufs.index(slot), kv_bufs.index(values),
+                        kv_tails.index(slot), kv_tails.index(values), word_bufs.index(pair),
+                        k_full.index(pair), v_full.index(pair), phase,
+                        acc, acc_tail, offset, total, MULT, BLOCK_D, TAIL_D, dtype,
+                    )  # fmt: skip
+                    mbarrier.arrive(kv_empty.index(pair), count=1)
+                    phase = gl.where(pair == PAIRS - 1, phase ^ 1, phase)
+                    pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
+                    if RING % 2 == 1:
+                        slot = values + 1
+                        slot = gl.where(slot == RING, 0, slot)
+
+            # -- result ----
             row = gl.sum(gl.where(field == 2, unit, 0), 0)
             b = gl.sum(gl.where(field == 3, unit, 0), 0)
             h = gl.sum(gl.where(field == 4, unit, 0), 0)
@@ -232,14 +255,15 @@ _NUMBERS = [
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, word_desc,
-    q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, lse, queue,
+    q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc,
+    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc, lse, queue,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, last_heads, pieces, partial, partial_stats,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr,
     RING: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
-    RETURN_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    RETURN_LSE: gl.constexpr, SPLIT: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
@@ -280,18 +304,21 @@ def attention_hopper_kernel(
                     q_full, q_empty, k_full, v_full, kv_empty,
                     heads, q_len, heavy_rows, pieces, partial, partial_stats,
                     MULT, BLOCK_D, TAIL_D, RING, Q_SLOTS, RETURN_LSE, HAS_PART, SPLIT,
+                    SHIFTED,
                 ),
             ),
             (
                 produce,
                 (
                     q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
+                    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc,
                     q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
                     q_full, q_empty, k_full, v_full, kv_empty,
                     queue, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_rows, last_heads, pieces,
                     BLOCK_D, TAIL_D, RING, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
+                    SHIFTED,
                 ),
             ),
         ],

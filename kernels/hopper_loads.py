@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
+from .hopper_short import load_short
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
 from .hopper_units import next_number, tile_row, unit_place
 
@@ -12,6 +13,7 @@ from .hopper_units import next_number, tile_row, unit_place
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
+    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc,
     q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
     q_full, q_empty, k_full, v_full, kv_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
@@ -19,9 +21,11 @@ def produce(
     batch_heads, heads, rows, heavy_rows, last_heads, pieces,
     BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, RING: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr, SPLIT: gl.constexpr,
+    SHIFTED: gl.constexpr,
 ):  # fmt: skip
     """Take units from the queue and load what they need, until the queue is empty."""
     TILE_BYTES: gl.constexpr = ROWS * (BLOCK_D + TAIL_D) * 2
+    STEP: gl.constexpr = 8 if SHIFTED else ROWS  # keys from a column number to the next
     PAIRS: gl.constexpr = (RING + 1) // 2
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     field = gl.arange(0, 8, layout=lane)
@@ -49,20 +53,29 @@ def produce(
             valid, b, h, slot, rows, plane_map, plane_stride_b, plane_stride_h,
             row_order, row_ptr, full_start, SINGLE_PLANE,
         )  # fmt: skip
+        short = 0  # of a row whose first tile is a short one, which is loaded last
+        if SHIFTED:
+            short = gl.where(middle < 0, 1, 0)
+            middle = gl.where(middle < 0, -1 - middle, middle)
         if SPLIT and valid and number < heavy_units:
             count = stop - start
             stop = start + count * (piece + 1) // pieces
             start = start + count * piece // pieces
             middle = gl.minimum(gl.maximum(middle, start), stop)
+            short = gl.where(piece > 0, 0, short)
+        if SHIFTED:  # a tile that is all of a row is as long as any: rows begin in the loop
+            short = gl.where(stop - start > 1, short, 0)
 
         # -- query tile, with what the consumer has to know ----
         q_slot = turn % Q_SLOTS
         mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
-        unit = gl.where(field == 0, stop - start, gl.where(field == 1, stop - middle, row))
+        unit = gl.where(field == 0, stop - start - short, gl.where(field == 1, stop - middle, row))
         unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))
         if SPLIT:
             place = gl.where(number < heavy_units, slot * pieces + piece, -1)
             unit = gl.where(field == 6, place, unit)
+        if SHIFTED:
+            unit = gl.where(field == 7, short, unit)
         unit_bufs.index(q_slot).store(gl.where(field == 5, valid.to(gl.int32), unit))
         barrier_of_threads()  # one lane signals for all that wrote
         mbarrier.expect(q_full.index(q_slot), TILE_BYTES, pred=valid)
@@ -78,8 +91,8 @@ def produce(
 
         # -- keys, values and mask words, from the last tile on: full ones first ----
         kv = h // GROUP
-        for t in range(1 - stop, 1 - start):
-            first_k = gl.load(col_idx - t) * ROWS
+        for t in range(1 - stop, 1 - start - short):
+            first_k = gl.load(col_idx - t) * STEP
             slot = (2 * step) % RING
             if RING % 2 == 0:
                 mbarrier.wait(kv_empty.index(step % PAIRS), ((step // PAIRS) & 1) ^ 1)
@@ -105,5 +118,14 @@ def produce(
             if TAIL_D > 0:
                 tma_load(v_tail_desc, [b, kv, first_k, BLOCK_D], full, kv_tails.index(slot))
             step += 1
+        if SHIFTED:
+            if short > 0:
+                load_short(
+                    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc, word_desc,
+                    kv_bufs, word_bufs, kv_tails, k_full, v_full, kv_empty,
+                    b, kv, gl.load(col_idx + start) * STEP, gl.load(bitmap_id + start), step,
+                    BLOCK_D, TAIL_D, RING,
+                )  # fmt: skip
+            step += short
         turn += 1
         number = gl.where(valid, after, -1)

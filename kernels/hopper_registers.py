@@ -8,6 +8,11 @@ from .hopper_weights import (
     CLEAR_OPERANDS,
     KEEP,
     KEEP_OPERANDS,
+    KEEP_SHORT,
+    KEEP_SHORT_OPERANDS,
+    SHORT_BF16,
+    SHORT_F16,
+    SHORT_OPERANDS,
     WEIGHTS_BF16,
     WEIGHTS_F16,
     WEIGHTS_OPERANDS,
@@ -18,6 +23,7 @@ from .hopper_weights import (
 from .softmax import RESCALE_32, RESCALE_32_OPERANDS, RESCALE_64, RESCALE_64_OPERANDS
 
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows and keys of what is masked and weighed at once
+SHORT: gl.constexpr = gl.constexpr(32)  # keys of a short tile
 
 
 @gluon.constexpr_function
@@ -57,6 +63,17 @@ def kept_scores(s, words):
 
 
 @gluon.jit
+def kept_short_scores(s, words):
+    """The same for scores [64, 32]: the first four octets of each word."""
+    words = words[:, None, :, :][:, :, :, None, :][:, :, :, :, :, None]
+    words = gl.reshape(words.broadcast_to([4, 2, 8, 4, 4, 2]), [ROWS, SHORT])
+    words = gl.convert_layout(words, s.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        KEEP_SHORT, KEEP_SHORT_OPERANDS, [s, words], gl.float32, False, 16
+    )
+
+
+@gluon.jit
 def cleared(x):
     """Zeros in place of x, that a compiler does not set once more where a loop begins."""
     return gl.inline_asm_elementwise(CLEAR, CLEAR_OPERANDS, [x], gl.float32, False, 32)
@@ -88,6 +105,13 @@ def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
 def weights_code(mult, dtype, scaled):
     """``hopper_weights.weights_code`` with the factor of the scores."""
     code = (WEIGHTS_BF16 if dtype == gl.bfloat16 else WEIGHTS_F16).value[scaled]
+    return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
+
+
+@gluon.constexpr_function
+def short_weights_code(mult, dtype):
+    """``hopper_weights.weights_code`` of 32 columns with the factor of the scores."""
+    code = SHORT_BF16.value if dtype == gl.bfloat16 else SHORT_F16.value
     return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
 
 
@@ -140,7 +164,7 @@ def _last(a, b):
 @gluon.jit
 def _told(told, rows: gl.constexpr):
     """(offset, sums, factor of the former result), [64, 4], of what ``weights_code`` tells."""
-    sums, offsets = gl.split(gl.reshape(told, [ROWS, 8, 4, 2]))
+    sums, offsets = gl.split(gl.reshape(told, [ROWS, told.shape[1] // 8, 4, 2]))
     alpha = gl.convert_layout(gl.reduce(sums, 1, _last), rows, assert_trivial=True)
     total = gl.convert_layout(gl.reduce(sums, 1, _first), rows, assert_trivial=True)
     offset = gl.convert_layout(gl.reduce(offsets, 1, _first), rows, assert_trivial=True)
@@ -164,6 +188,25 @@ def weighed(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
     else:
         p, told = gl.inline_asm_elementwise(
             code, operands, args, (gl.float16, gl.float32), False, 32
+        )
+    rows: gl.constexpr = offset.type.layout
+    offset, total, alpha = _told(told, rows)
+    return p, offset, total, alpha
+
+
+@gluon.jit
+def weighed_short(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
+    """The same of scores [64, 32]."""
+    layout: gl.constexpr = s.type.layout
+    code: gl.constexpr = short_weights_code(MULT, dtype)
+    args = [s, spread(offset, SHORT, layout), spread(total, SHORT, layout)]
+    if dtype == gl.bfloat16:
+        p, told = gl.inline_asm_elementwise(
+            code, SHORT_OPERANDS, args, (gl.bfloat16, gl.float32), False, 16
+        )
+    else:
+        p, told = gl.inline_asm_elementwise(
+            code, SHORT_OPERANDS, args, (gl.float16, gl.float32), False, 16
         )
     rows: gl.constexpr = offset.type.layout
     offset, total, alpha = _told(told, rows)

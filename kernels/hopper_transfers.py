@@ -3,9 +3,11 @@
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# newer Triton renamed the copies and the barrier
+# newer Triton renamed the copies, the barrier and the view
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier_of_threads = getattr(gl, "barrier", None) or gl.thread_barrier
+_memory = gl.shared_memory_descriptor
+reinterpreted = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread

@@ -85,13 +85,13 @@ def _new_offset(row: int, factor: str) -> list[str]:
     ]
 
 
-def _told(told: int) -> list[str]:
+def _told(told: int, scores: int) -> list[str]:
     """Sums and offsets in the first octet of what is told, factors in the others."""
-    names = ["a" if i > 3 else "sn"[i % 2] for i in range(32)]
+    names = ["a" if i > 3 else "sn"[i % 2] for i in range(scores)]
     return [f"mov.f32 ${told + i}, %{name}{i // 2 % 2};" for i, name in enumerate(names)]
 
 
-def weights_code(narrow: str, scaled: int) -> str:
+def weights_code(narrow: str, scaled: int, halves: int = 2) -> str:
     """PTX: weights of 32 scores of two rows, which have an offset and a sum of former weights each.
 
     A weight is exp2(score * %m + offset), a row's offset -1 times a whole number near its largest
@@ -103,17 +103,19 @@ def weights_code(narrow: str, scaled: int) -> str:
 
     Args:
         scaled: results [64, 64] that are scaled here, 0 to 2.
+        halves: of the columns; 1: there are 16 scores, of 32 columns, and half of all registers.
 
     Registers: 16 of packed weights, 32 of each result of the same rows, 32 of what is told; 32
     scores, 32 offsets, 32 sums (results are their own operands). Told are, in the first octet of a
     row, its sum and its offset, and in the others the factor of what was before.
     """
-    acc = 16
+    scores = 16 * halves
+    acc = scores // 2
     told = acc + 32 * scaled
-    score, offset, total = told + 32, told + 64, told + 96
+    score, offset, total = (told + i * scores for i in (1, 2, 3))
     code = [".reg .pred %grew;", ".reg .f32 %x, %y, %n0, %n1, %s0, %s1, %u0, %u1, %a0, %a1;"]
     code += _former(offset, total) + _begun(score)
-    for half in (0, 1):
+    for half in range(halves):
         places = range(16 * half, 16 * half + 16)
         weights = []
         for i in places[::2]:
@@ -141,7 +143,7 @@ def weights_code(narrow: str, scaled: int) -> str:
         code += weights
         code.append(f"KNOWN{half}:")
         code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
-    return " ".join([*code, *_told(told)])
+    return " ".join([*code, *_told(told, scores)])
 
 
 def wide_weights_code(narrow: str) -> str:
@@ -178,7 +180,7 @@ def wide_weights_code(narrow: str) -> str:
     code += weights
     code.append("KNOWN:")
     code += [f"add.f32 %s{row}, %s{row}, %u{row};" for row in (0, 1)]
-    return " ".join([*code, *_told(told)])
+    return " ".join([*code, *_told(told, 32)])
 
 
 def weights_operands(scaled: int) -> str:
@@ -187,25 +189,36 @@ def weights_operands(scaled: int) -> str:
     return ",".join(["=&r"] * 16 + ["=&f"] * (32 * scaled + 32) + ["f"] * 96 + results)
 
 
-def keep_code() -> str:
-    """PTX: 32 scores of two rows, -inf where a bit of a word is 0, in the order of the bits: ptxas
-    then moves seven bits at a time into predicates."""
-    places = [bit % 16 // 2 * 4 + bit // 16 * 2 + bit % 2 for bit in range(32)]
+def keep_code(octets: int = 8) -> str:
+    """PTX: scores of two rows, 32 in 8 octets of columns, -inf where a bit of a word is 0, in the
+    order of the bits: ptxas then moves seven bits at a time into predicates."""
+    places = {bit: bit % 16 // 2 * 4 + bit // 16 * 2 + bit % 2 for bit in range(32)}
     code = ["{", ".reg .b32 %bit;", ".reg .pred %kept;"]
-    for bit, at in enumerate(places):
-        code.append(f"and.b32 %bit, $64, {1 << bit};")
+    for bit, at in places.items():
+        if at >= 4 * octets:
+            continue
+        code.append(f"and.b32 %bit, ${8 * octets}, {1 << bit};")
         code.append("setp.ne.u32 %kept, %bit, 0;")
         code.append(f"selp.f32 ${at}, ${at}, 0fFF800000, %kept;")
     return " ".join([*code, "}"])
+
+
+def keep_operands(octets: int = 8) -> str:
+    """Constraints of ``keep_code``."""
+    scores = 4 * octets
+    return ",".join(["=f"] * scores + [str(i) for i in range(scores)] + ["r"] * scores)
 
 
 WIDE_F16: tl.constexpr = tl.constexpr(wide_weights_code("f16x2"))
 WIDE_BF16: tl.constexpr = tl.constexpr(wide_weights_code("bf16x2"))
 WIDE_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 32 + ["=&f"] * 32 + ["f"] * 128))
 KEEP: tl.constexpr = tl.constexpr(keep_code())
-KEEP_OPERANDS: tl.constexpr = tl.constexpr(
-    ",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["r"] * 32)
-)
+KEEP_OPERANDS: tl.constexpr = tl.constexpr(keep_operands())
+KEEP_SHORT: tl.constexpr = tl.constexpr(keep_code(4))
+KEEP_SHORT_OPERANDS: tl.constexpr = tl.constexpr(keep_operands(4))
+SHORT_F16: tl.constexpr = tl.constexpr(weights_code("f16x2", 0, 1))
+SHORT_BF16: tl.constexpr = tl.constexpr(weights_code("bf16x2", 0, 1))
+SHORT_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 8 + ["=&f"] * 16 + ["f"] * 48))
 WEIGHTS_F16: tl.constexpr = tl.constexpr([weights_code("f16x2", n) for n in range(3)])
 WEIGHTS_BF16: tl.constexpr = tl.constexpr([weights_code("bf16x2", n) for n in range(3)])
 WEIGHTS_OPERANDS: tl.constexpr = tl.constexpr([weights_operands(n) for n in range(3)])

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof_compile.config_fields import hopper_programs, multiplies_in_tf32, with_heavy_rows
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, cached_block_mask
 from stof_compile.ops_block import (
     attention_gradient,
-    hopper_programs,
-    multiplies_in_tf32,
     save_attention,
     upstream,
-    with_heavy_rows,
 )
 from stof_compile.ops_fakes import fake_attention, fake_gradients
 from stof_compile.ops_first_config import first_gpu_config

@@ -13,23 +13,27 @@ import torch
 from torch import Tensor
 
 import stof_compile.ops_hopper_attention  # noqa: F401  # registers stof::attention_hopper
+from stof_compile.config_fields import (
+    HEADS_FAST,
+    HEAVY_ROWS,
+    HOPPER,
+    STAGES,
+    has_shifted_tiles,
+    hopper_programs,
+    multiplies_in_tf32,
+    row_pieces_of,
+)
 from stof_compile.launchers import load_launcher
-from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.fragments import from_fragments
 from stof_compile.masks.hopper_arrays import numbers_alone
 from stof_compile.masks.key_lists import key_lists
-from stof_compile.masks.long_rows import row_pieces
 from stof_compile.ops_fakes import fake_attention, fake_gradients
 
 # Positions of arguments of the operators, for the gradient.
 _Q, _K, _V, _BITMAP_ID, _BITMAP, _BIAS = 0, 1, 2, 7, 8, 11
 _RETURN_LSE, _KEY_PTR = 17, 18
 _PLAIN_BITMAP, _FRAGMENTS = 20, 21  # of attention_block
-# Positions of fields of a BlockConfig, and of tf32 in the config of each kernel.
-_NUM_WARPS, _STAGES, _HEADS_FAST, _HOPPER, _HEAVY_ROWS, _REGISTERS, _PIECES = 2, 3, 5, 9, 10, 11, 12
-_TF32 = {"block": 8, "row": 6, "gather": 5}
 _SMALLEST_SCALE = 2.0**-60  # of the Hopper gradients: a log-sum-exp over it is a finite number
-_WARPS = 12  # of the portable kernel on a multiprocessor at a time, about
 
 
 @torch.library.triton_op("stof::attention_block", mutates_args=())
@@ -89,10 +93,10 @@ def attend_on_hopper(
     """Attend by the Hopper kernel, without a gradient, as a config that has ``hopper`` set says."""
     if key_keep is not None or bias is not None or softcap != 0:
         raise ValueError("the Hopper kernel takes no padding, bias or softcap")
-    pieces = config[_PIECES] if len(config) > _PIECES else 1
+    pieces, shifted = row_pieces_of(config), has_shifted_tiles(config)
     out, lse = torch.ops.stof.attention_hopper(
-        q, k, v, *mask, scale, config[_HOPPER], config[_STAGES], config[_HEAVY_ROWS], pieces,
-        return_lse, bool(config[_HEADS_FAST]),
+        q, k, v, *mask, scale, config[HOPPER], config[STAGES], config[HEAVY_ROWS], pieces,
+        return_lse, bool(config[HEADS_FAST]), shifted,
     )  # fmt: skip
     return out, lse
 
@@ -167,37 +171,6 @@ def attention_gather(
     return _launcher("stof::attention_gather")(
         q, k, v, mask, packed, key_keep, bias, scale, softcap, config, return_lse
     )
-
-
-def multiplies_in_tf32(kernel: str, config: Sequence[int]) -> bool:
-    """Whether a config of "block", "row" or "gather" rounds fp32 products to TF32."""
-    at = _TF32[kernel]
-    return 1 in config[at : at + 1]  # older configs have fewer fields; 2: three products
-
-
-def hopper_programs(config: Sequence[int]) -> int:
-    """Programs per multiprocessor if a BlockConfig asks for the Hopper kernel, else 0."""
-    return config[_HOPPER] if len(config) > _HEAVY_ROWS else 0
-
-
-def with_heavy_rows(config: Sequence[int], mask: BlockMask, planes: int) -> list[int]:
-    """The config with this mask's number of heavy rows, the pieces each is cut into, and on Hopper
-    whether the others are uneven.
-
-    Args:
-        config: fields of a BlockConfig. planes: batch times heads.
-    """
-    hopper = hopper_programs(config)
-    programs = hopper or max(1, _WARPS // config[_NUM_WARPS])
-    # 64 queries of a tile row are cut only where they are all it has, and its keys for itself
-    whole = hopper > 0 and max(mask.block_q, mask.block_k) > 64
-    pieces = 1 if whole else row_pieces(mask, planes, programs, queued=hopper > 0)
-    heavy_rows = mask.heavy_rows if hopper or pieces > 1 else 0
-    registers = config[_REGISTERS] if len(config) > _REGISTERS else 0
-    found = [*config[:_HEAVY_ROWS], heavy_rows, registers, pieces]
-    if hopper:
-        found[_HEADS_FAST] = int(mask.uneven)
-    return found
 
 
 @torch.library.custom_op("stof::attention_backward", mutates_args=())
@@ -313,6 +286,8 @@ def _save_with_results(ctx: Any, inputs: tuple[Any, ...], output: Any, kernel: s
     out, lse = output
     fragments = None
     if kernel == "block":
+        if has_shifted_tiles(inputs[_BIAS + 5]):
+            raise ValueError("shifted tiles have no gradient; set shifted to 0 in the config")
         plain, fragments = (
             inputs[place] if len(inputs) > place else None for place in (_PLAIN_BITMAP, _FRAGMENTS)
         )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof_compile.ops_block import attend_on_hopper, hopper_programs
+from stof_compile.config_fields import hopper_programs
+from stof_compile.ops_block import attend_on_hopper
 from stof_compile.ops_fakes import fake_attention
 
 _LIBRARY = torch.library.Library("stof", "FRAGMENT")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof_compile.config_fields import hopper_programs
 from stof_compile.launchers import load_launcher
-from stof_compile.ops_block import hopper_programs
 from stof_compile.ops_fakes import fake_attention
 
 _ATTENTION = "stof::attention_fp8"

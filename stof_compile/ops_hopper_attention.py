@@ -22,7 +22,7 @@ _LIBRARY.define(
     "attention_hopper(Tensor q, Tensor k, Tensor v, Tensor plane_map, Tensor row_ptr, "
     "Tensor full_start, Tensor col_idx, Tensor bitmap_id, Tensor fragments, Tensor row_order, "
     "float scale, int programs, int stages, int heavy_rows, int pieces, bool return_lse, "
-    "bool uneven=False) "
+    "bool uneven=False, bool shifted=False) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
@@ -46,13 +46,14 @@ def _attention_hopper(
     pieces: int,
     return_lse: bool,
     uneven: bool = False,
+    shifted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the Hopper kernel; see ``attention_hopper_forward`` in kernels/."""
     from stof_compile.kernels.attention_hopper import attention_hopper_forward
 
     mask = (plane_map, row_ptr, full_start, col_idx, bitmap_id, fragments, row_order)
     return attention_hopper_forward(
-        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, uneven, return_lse
+        q, k, v, mask, scale, programs, stages, heavy_rows, pieces, uneven, return_lse, shifted
     )
 
 

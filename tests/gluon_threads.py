@@ -260,6 +260,7 @@ def run_kernel(monkeypatch, kernel, modules, instead, programs, arguments, const
     )  # fmt: skip
     shown = {
         "gl": language(machine), "mbarrier": barriers, "tma_load": machine.load_tile,
+        "reinterpreted": Shared.reinterpreted,
         "tma_store": machine.store_tile, "tma": SimpleNamespace(store_wait=machine.store_wait),
         "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
         **dict.fromkeys(

@@ -68,17 +68,19 @@ class OnGpu(torch.Tensor):
 
 
 def kept_scores(s, words):
-    """Words [4, 8, 4] of the threads, as ``masks/fragments.py`` says."""
-    row, column = np.divmod(np.arange(64 * 64), 64)
+    """Words [4, 8, 4] of the threads, as ``masks/fragments.py`` says; of fewer columns the bits of
+    the first ones."""
+    row, column = np.divmod(np.arange(s.size), s.shape[1])
     thread = words[row // 16, row % 8, column // 2 % 4]
     kept = thread >> row // 8 % 2 * 16 + column // 8 * 2 + column % 2 & 1
-    return value(np.where(kept.reshape(64, 64), s, -np.inf))
+    return value(np.where(kept.reshape(s.shape), s, -np.inf))
 
 
 class Shared:
     """Shared memory: an array, and bits of an element."""
 
     type = SimpleNamespace(layout=None)
+    dtype = layout = None
 
     def __init__(self, array, bits):
         self.array, self.bits, self.shape = array, bits, array.shape
@@ -89,6 +91,11 @@ class Shared:
 
     def reshape(self, shape):
         return Shared(self.array.reshape(shape), self.bits)  # a view: slots are contiguous
+
+    def reinterpreted(self, dtype, shape, layout):
+        size = int(np.prod(shape))
+        assert self.array.flags.c_contiguous and size <= self.array.size
+        return Shared(self.array.reshape(-1)[:size].reshape(shape), self.bits)
 
     def permute(self, order):
         return Shared(self.array.transpose(order), self.bits)

@@ -10,9 +10,12 @@ from gluon_values import OnGpu, kept_scores
 from stof_compile.kernels import attention_hopper as module
 from stof_compile.kernels.reference import attention_reference
 
+from stof_compile import masks
+
 HALF = torch.float16
 INSTEAD = {  # the assembly has tests of its own (test_weights_code.py)
     "kept_scores": kept_scores,
+    "kept_short_scores": kept_scores,
     "cleared": lambda x: x,
     "reciprocal": lambda x: 1.0 / x,
     "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],
@@ -49,10 +52,11 @@ def hopper_attention(q, k, v, mask, *numbers):
     """(result, log-sum-exp) of the launcher for tensors on the CPU.
 
     Args:
-        numbers: programs, stages, heavy_rows, pieces, uneven, return_lse.
+        numbers: programs, stages, heavy_rows, pieces, uneven, return_lse, shifted.
     """
-    given = q.as_subclass(OnGpu), k, v, list(mask.hopper_tensors), 0.125
-    found = module.attention_hopper_forward(*given, *numbers)
+    shifted = numbers[6:] == (True,)
+    arrays = list(mask.shifted_tensors if shifted else mask.hopper_tensors)
+    found = module.attention_hopper_forward(q.as_subclass(OnGpu), k, v, arrays, 0.125, *numbers)
     return tuple(t.as_subclass(torch.Tensor) for t in found)
 
 
@@ -73,3 +77,25 @@ def check(attend, q, k, v, mask, seed=0, workers=3, **how):
     assert_close(out, expected, HALF)
     if lse.numel():
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+def short_rules():
+    """Masks with part tiles that are laid anew, some of them as short ones."""
+    draw = torch.Generator().manual_seed(5)
+    keep = torch.zeros(2, 3, 330, 400, dtype=torch.bool)
+    for plane in keep.flatten(0, 1)[:-1]:
+        for row in range(0, 330, 66):
+            start = int(torch.randint(0, 380, (), generator=draw))
+            plane[row : row + 66, start : start + 30] = True
+            plane[row, torch.randint(0, 400, (2,), generator=draw)] = True
+    keep[0, :, 128:192, 64:256] = True  # full tiles
+    keep[1, :, 64:130] = False  # rows without keys
+    return {
+        "one short tile": masks.sliding_window(3),
+        "sliding": masks.sliding_window(40),
+        "longformer": masks.longformer(window=45, global_tokens=45),
+        "bigbird": masks.bigbird(window=24, global_tokens=17, random_fill=0.2),
+        "planes": masks.from_tensor(keep),
+        "its last row only": masks.causal(),
+        "nothing to shift": masks.block_diagonal(64),
+    }

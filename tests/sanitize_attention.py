@@ -112,7 +112,7 @@ def _backward(case):
 
 def _hopper_attention(
     rule, head_dim, programs, group=1, dtype=torch.bfloat16, lengths=(330, 330), heavy=0, pieces=1,
-    stages=2, tile=(64, 64),
+    stages=2, tile=(64, 64), shifted=False,
 ):  # fmt: skip
     import test_hopper
     from close import assert_close
@@ -130,8 +130,9 @@ def _hopper_attention(
     k, v = draw(2, batch, heads // group, k_len, head_dim).to(dtype)
     scale = head_dim**-0.5
     out, lse = on_gpu(attention_hopper_forward)(
-        q, k, v, list(mask.hopper_tensors), scale, programs, stages, heavy, pieces, heavy > 0, True
-    )
+        q, k, v, list(mask.shifted_tensors if shifted else mask.hopper_tensors), scale,
+        programs, stages, heavy, pieces, heavy > 0, True, shifted,
+    )  # fmt: skip
     wanted, wanted_lse = attention_reference(
         q.double(), k.double(), v.double(), mask.to_dense(), None, None, scale, 0.0, True
     )
@@ -250,6 +251,7 @@ def _cases():
         "narrow-loops": ("planes", 32, 3, 88),
         "square": ("bigbird", 64, 5, 128),
     }, "hopper")  # fmt: skip
+    square = 64, 64
     yield from forms("hopper-attention", "attention_hopper", _hopper_attention, {
         "planes": ("planes", 64, 3, 4, torch.bfloat16, (330, 330), 2),
         "bigbird": ("bigbird", 128, 2),
@@ -264,6 +266,9 @@ def _cases():
         "pairs": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 2, (64, 128)),
         "pairs-narrow": ("bigbird", 64, 1, 1, torch.float16, (330, 201), 0, 1, 2, (64, 128)),
         "pairs-several": ("bigbird", 104, 1, 1, torch.float16, (2420, 2420), 2, 1, 2, (64, 128)),
+        "shifted": ("sliding", 64, 1, 4, torch.bfloat16, (1210, 1210), 0, 1, 2, square, True),
+        "shifted-halves": ("sliding", 128, 3, 1, torch.float16, (330, 201), 0, 1, 1, square, True),
+        "shifted-pieces": ("bigbird", 96, 2, 2, torch.float16, (330, 330), 3, 2, 2, square, True),
         "several-halves": ("bigbird", 128, 1, 1, torch.float16, (2420, 2420), 2, 1, 1),
         "shared": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 4, (192, 64)),
         "shared-keys": ("bigbird", 104, 1, 1, torch.float16, (330, 201), 0, 1, 4, (192, 64)),

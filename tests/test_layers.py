@@ -14,7 +14,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset(
         {"masks", "ops", "ops_block", "ops_cpu", "ops_fp8", "launchers", "ops_first_config"}
-        | {"ops_fakes", "ops_hopper_attention", "ops_by_hand"}
+        | {"ops_fakes", "ops_hopper_attention", "ops_by_hand", "config_fields"}
         | {"measure", "replay", "store", "capture", "normalize"}
         | {
             "compiled_root",

@@ -66,6 +66,8 @@ class Form(NamedTuple):
         """Constraints of the assembly."""
         if self.keys > KEYS:
             return hopper_weights.WIDE_OPERANDS.value
+        if self.keys < KEYS:
+            return hopper_weights.SHORT_OPERANDS.value
         return hopper_weights.weights_operands(self.scaled)
 
 
@@ -74,17 +76,24 @@ FORMS = {
     "both halves scaled": Form(64, 32, 2),
     "not scaled": Form(64, 32, 0),
     "two rows at a time": Form(128, 128, 0),
+    "short": Form(32, 32, 0),
 }
 
 
 @cache
 def weights_text(mult, narrow, form):
-    from stof_compile.kernels.hopper_registers import weights_code, wide_weights_code
+    from stof_compile.kernels.hopper_registers import (
+        short_weights_code,
+        weights_code,
+        wide_weights_code,
+    )
     from triton.experimental.gluon import language as gl
 
     dtype = gl.float16 if narrow == "f16x2" else gl.bfloat16
     if form.keys > KEYS:
         return str(wide_weights_code(mult, dtype))
+    if form.keys < KEYS:
+        return str(short_weights_code(mult, dtype))
     return str(weights_code(mult, dtype, form.scaled))
 
 
@@ -104,7 +113,8 @@ class Warp:
         """One tile: scores [16, keys] and values [keys, columns]."""
         if self.acc is None:
             self.acc = np.zeros((v.shape[1] // 2, LANES), np.float32)
-        rows = [i // 2 % 2 for i in range(32)]
+        count = min(32, s.shape[1] // 2)  # registers of what is told
+        rows = [i // 2 % 2 for i in range(count)]
         inputs = [*held(s), *self.offset[rows], *self.total[rows]]
         inputs += [*self.acc] if self.form.scaled else []
         text = weights_text(self.mult, self.narrow, self.form)
@@ -112,9 +122,9 @@ class Warp:
         packed = results[: s.shape[1] // 4]
         pairs = [unpacked(register, self.narrow) for register in packed]
         weights = whole(np.stack([number for pair in pairs for number in pair]))
-        told = floats(np.stack(results[-32:]))
+        told = floats(np.stack(results[-count:]))
         self.total, self.offset = told[[0, 2]], told[[1, 3]]
-        factor = told[[28, 30]]
+        factor = told[[-4, -2]]
         np.testing.assert_array_equal(told[4:], factor[rows[4:]])
         if self.form.scaled:
             self.acc = floats(np.stack(results[16:-32]))
@@ -143,9 +153,12 @@ def rescaled(acc, factor):
 
 
 def kept_scores(s, words):
-    """``keep_code``: scores [16, 64], -inf where a lane's word has no bit for them."""
-    inputs = [*bits(held(s)), *[words] * 32]
-    results, _ = run(hopper_weights.keep_code(), hopper_weights.KEEP_OPERANDS.value, inputs)
+    """``keep_code``: scores [16, 64], or of the first columns, -inf where a lane's word has no bit
+    for them."""
+    octets = s.shape[1] // 8
+    inputs = [*bits(held(s)), *[words] * (4 * octets)]
+    code, operands = hopper_weights.keep_code(octets), hopper_weights.keep_operands(octets)
+    results, _ = run(code, operands, inputs)
     return whole(floats(np.stack(results)))
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import stof_compile.ops_block  # noqa: F401  # registers operators
 from stof_compile.attention.problem import AttentionProblem
+from stof_compile.config_fields import has_shifted_tiles, hopper_programs, with_heavy_rows
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.dense_tensor import dense_bytes
 from stof_compile.masks.hopper_arrays import kinds_refusal
-from stof_compile.ops_block import hopper_programs, with_heavy_rows
+from stof_compile.masks.shifted_tiles import SHIFTED_SHARE
 from stof_compile.ops_fp8 import attend_rounded, round_operands
 from stof_compile.ops_hopper_attention import gradient_fragments
 
@@ -104,10 +106,22 @@ def honest_config(block_mask: BlockMask, config: tuple[int, ...], planes: int) -
     return tuple(how._replace(loops=loops))
 
 
+def with_shifted_tiles(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, ...]:
+    """A block-wise config with shifted tiles where these save enough; for calls without
+    gradients."""
+    from stof_compile.kernels.attention_blockwise import BlockConfig
+
+    if not hopper_programs(config) or block_mask.shifted_share > SHIFTED_SHARE:
+        return config
+    return tuple(BlockConfig(*config)._replace(shifted=1))
+
+
 def mask_arrays(block_mask: BlockMask, config: Sequence[int]) -> dict[str, torch.Tensor]:
     """The arrays an attention operator takes with a config, by name: the Hopper kernel reads the
-    mask's fragments in place of its bitmap."""
+    mask's fragments in place of its bitmap, those of shifted tiles where it is told to."""
     tensors = block_mask.hopper_tensors if hopper_programs(config) else block_mask.tensors
+    if has_shifted_tiles(config):
+        tensors = block_mask.shifted_tensors
     return dict(zip(MASK_FIELDS, tensors, strict=True))
 
 
@@ -119,7 +133,7 @@ def _stem(block_mask: BlockMask) -> str:
 def _mask_buffers(block_mask: BlockMask, config: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     stem = _stem(block_mask)
     if hopper_programs(config):
-        stem += "_fragments"
+        stem += "_shifted" if has_shifted_tiles(config) else "_fragments"
     return {f"{stem}_{name}": array for name, array in mask_arrays(block_mask, config).items()}
 
 
@@ -245,6 +259,8 @@ def _refuse_hopper(problem: AttentionProblem, config: Sequence[int]) -> None:
     how = BlockConfig(*config)
     tile = how.block_q, how.block_k
     refusal = refusal or form_refusal(tile, how.hopper, how.num_stages, problem.head_dim)
+    if refusal is None and has_shifted_tiles(config) and problem.training:
+        refusal = "shifted tiles are for calls without gradients"
     if refusal is None and how.block_q > 64:
         refusal = "rows that share keys are for calls without gradients"
         if not problem.training:

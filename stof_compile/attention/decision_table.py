@@ -9,10 +9,11 @@ import torch
 from stof_compile.attention.call import CUDNN, honest_config
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.unmeasured import default_kernel, kernels_take, sdpa_takes_causal
+from stof_compile.config_fields import hopper_programs
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.dense_tensor import dense_bytes
 from stof_compile.masks.hopper_arrays import kinds_refusal
-from stof_compile.ops_block import hopper_programs
+from stof_compile.masks.shifted_tiles import SHIFTED_SHARE
 
 if TYPE_CHECKING:
     from stof_compile.kernels.attention_cpu import CpuKernel
@@ -167,6 +168,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     if shared:
         shared = kinds_refusal(problem.block_mask(SHARED_TILE).bitmap.shape[0]) is None
     pairs = together and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
+    shifted = half and block_mask.shifted_share <= SHIFTED_SHARE
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found: list[tuple[int, ...]] = []
     changed: list[tuple[int, ...]] = []
@@ -184,6 +186,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         narrow=narrow,
         pairs=pairs,
         shared=shared,
+        shifted=shifted,
         limits=block_mask.band is None or problem.q_len % TILE[0] == problem.k_len % TILE[1] == 0,
     ):
         tile = config.block_q, config.block_k

@@ -20,6 +20,7 @@ from stof_compile.attention.call import (
     gradient_arrays,
     honest_config,
     mask_arrays,
+    with_shifted_tiles,
 )
 from stof_compile.attention.fp8 import attend_fp8, refuse_fp8
 from stof_compile.attention.operands import (
@@ -36,10 +37,10 @@ from stof_compile.attention.unmeasured import (
     kernels_take,
     sdpa_takes_causal,
 )
+from stof_compile.config_fields import hopper_programs
 from stof_compile.errors import StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 from stof_compile.masks.dense_tensor import dense_bytes, dense_mask
-from stof_compile.ops_block import hopper_programs
 from stof_compile.ops_by_hand import attend_without_gradient
 from stof_compile.ops_first_config import first_gpu_config
 from stof_compile.ops_hopper_attention import gradient_fragments
@@ -270,11 +271,14 @@ def _attend(
             return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
         return _sdpa(q, k, v, dense_mask(block_mask), key_keep, bias, scale), q.new_empty(0)
     _refuse_functional_gradients()
+    by_hand = kernel == "block" and not is_recorded(q, k, v, bias)
     if kernel == "block":
+        if by_hand:
+            config = with_shifted_tiles(block_mask, config)
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
     band = [] if block_mask.band is None else block_mask.band.as_ints()
-    if kernel == "block" and not is_recorded(q, k, v, bias):
+    if by_hand:
         rest = (band, list(config), return_lse)
         return attend_without_gradient(q, k, v, arrays, key_keep, bias, scale, softcap, 0, *rest)
     on_gpu = device == "cuda"

@@ -25,12 +25,12 @@ from stof_compile.attention.decision_table import decide, packs_well, plausible_
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.attention.trial import compile_together, measure_candidate
 from stof_compile.budget import Budget
+from stof_compile.config_fields import hopper_programs
 from stof_compile.device import device_facts
 from stof_compile.errors import StofOptionError, StofPlanError, StofUnsupportedError
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.hopper_arrays import HOPPER_TILES
 from stof_compile.masks.spec import MaskSpec
-from stof_compile.ops_block import hopper_programs
 from stof_compile.options import StofOptions
 from stof_compile.plan import AttentionPlan, Candidate, Plan
 from stof_compile.store import Store

@@ -25,6 +25,7 @@ from stof_compile.masks.key_lists import key_lists
 from stof_compile.masks.on_host import HOST, bound_for_host, of_contents
 from stof_compile.masks.packed_columns import PackedColumns, pack_columns, packed_tiles
 from stof_compile.masks.row_order import UNEVEN, slot_lengths
+from stof_compile.masks.shifted_tiles import shifted_arrays, tile_share
 from stof_compile.masks.spec import MaskSpec, digest
 
 
@@ -87,20 +88,27 @@ class BlockMask:
     def tensors(self) -> tuple[Tensor, ...]:
         """The seven tensors in the order the attention ops take them."""
         return (
-            self.plane_map,
-            self.row_ptr,
-            self.full_start,
-            self.col_idx,
-            self.bitmap_id,
-            self.bitmap,
-            self.row_order,
-        )
+            self.plane_map, self.row_ptr, self.full_start, self.col_idx,
+            self.bitmap_id, self.bitmap, self.row_order,
+        )  # fmt: skip
 
     @cached_property
     def hopper_tensors(self) -> tuple[Tensor, ...]:
         """The same as the Hopper kernels take them, see `masks.hopper_arrays`; tiles of
         `HOPPER_TILES`. Not to be made while a CUDA stream is capturing: the host waits."""
         return self._derive("arrays for Hopper", lambda: hopper_arrays(self))
+
+    @cached_property
+    def shifted_tensors(self) -> tuple[Tensor, ...]:
+        """`hopper_tensors` of 64 x 64 tiles with part tiles laid from the first key of a row on;
+        see `masks.shifted_tiles`. Not to be made while a CUDA stream is capturing."""
+        return self._of_host("shifted tiles", shifted_arrays)
+
+    @of_contents
+    def shifted_share(self) -> float:
+        """Tiles that the Hopper kernel computes where they are shifted, a short one as half a tile,
+        over those of the grid; 1.0 where no row gains, and for tiles other than 64 x 64."""
+        return tile_share(self) if (self.block_q, self.block_k) == (64, 64) else 1.0
 
     @cached_property
     def fragments(self) -> Tensor:
@@ -114,15 +122,9 @@ class BlockMask:
         if tile not in HOPPER_TILES:
             known = ", ".join(f"{rows} x {keys}" for rows, keys in HOPPER_TILES)
             raise StofMaskError(f"fragments exist for tiles of {known}, not {tile}")
-        host = vars(self).get(HOST)
-        return self._derive(
-            "bitmap in fragments",
-            lambda: (
-                to_fragments(self.bitmap, self.block_q)
-                if host is None
-                else host.fragments.to(self.device)
-            ),
-        )
+        return self._of_host(
+            "bitmap in fragments", lambda mask: (to_fragments(mask.bitmap, mask.block_q),)
+        )[0]
 
     @cached_property
     def gradient_fragments(self) -> Tensor:
@@ -141,11 +143,7 @@ class BlockMask:
     def packed(self) -> PackedColumns:
         """The part tiles by column, for kernels that gather keys; see `masks.packed_columns`. Not
         to be made while a CUDA stream is capturing: the host waits."""
-        host = vars(self).get(HOST)
-        return self._derive(
-            "packed columns",
-            lambda: pack_columns(self) if host is None else host.packed.to(self.device),
-        )
+        return PackedColumns(*self._of_host("packed columns", pack_columns))
 
     @of_contents
     def packed_tiles(self) -> int:
@@ -155,6 +153,13 @@ class BlockMask:
     def _derive(self, name: str, make: Callable[[], Made]) -> Made:
         what = f"the {name} of a block mask of {self.q_len} queries and {self.k_len} keys"
         return derive(self.device, what, make)
+
+    def _of_host(
+        self, name: str, make: Callable[[BlockMask], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """What is made of the CPU's mask where there is one, on this mask's device."""
+        mask = vars(self).get(HOST, self)
+        return self._derive(name, lambda: tuple(t.to(self.device) for t in make(mask)))
 
     @property
     def nbytes(self) -> int:
@@ -386,12 +391,6 @@ def build_block_mask(
         shape = Storage.Shape(q_len, k_len, block_q, block_k, q_offset)
         storage = assemble(bound, shape, batch_planes, head_planes, torch.device(device))
     return BlockMask(
-        q_len,
-        k_len,
-        block_q,
-        block_k,
-        storage.planes,
-        q_offset,
-        **storage.tensors,
-        band=storage.band,
-    )
+        q_len, k_len, block_q, block_k, storage.planes, q_offset,
+        **storage.tensors, band=storage.band,
+    )  # fmt: skip

@@ -39,10 +39,6 @@ class PackedColumns(NamedTuple):
     pack_id: Tensor
     pack_bitmap: Tensor
 
-    def to(self, device: torch.device) -> PackedColumns:
-        """The same on another device."""
-        return PackedColumns(*(part.to(device) for part in self))
-
 
 def packed_tiles(mask: BlockMask) -> Tensor:
     """How many packed tiles every tile row of a mask has, int64 [planes*R]."""

@@ -15,9 +15,9 @@ from stof_compile.attention import decision_table, functional, unmeasured
 from stof_compile.attention.decision_table import decide, plausible_configs
 from stof_compile.attention.problem import AttentionProblem, TensorMeta
 from stof_compile.attention.recorded import is_recorded
+from stof_compile.config_fields import hopper_programs
 from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks import BlockMask, build_block_mask, dense_tensor
-from stof_compile.ops_block import hopper_programs
 
 HALF, SINGLE = torch.float16, torch.float32
 CUDA = torch.device("cuda", 0)

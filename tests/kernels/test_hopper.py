@@ -1,6 +1,7 @@
 """The Hopper kernel: which problems get it, what it compiles to, and its results on the GPU."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
 from stof_compile.attention.call import honest_config, mask_arrays
+from stof_compile.config_fields import HEAVY_ROWS, STAGES, hopper_programs
+from stof_compile.config_fields import HOPPER as PROGRAMS
 from stof_compile.errors import StofMaskError, StofUnsupportedError
 from stof_compile.masks import bitmap
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.fragments import from_fragments, to_fragments
-from stof_compile.ops_block import _HEAVY_ROWS, _HOPPER, _STAGES, hopper_programs
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -117,7 +119,7 @@ def test_every_problem_has_a_config(head_dim, capability, dtype):
 
 def test_operator_reads_the_right_fields():
     config = BlockConfig(num_stages=5, hopper=2, heavy_rows=7)
-    assert (config[_STAGES], config[_HOPPER], config[_HEAVY_ROWS]) == (5, 2, 7)
+    assert (config[STAGES], config[PROGRAMS], config[HEAVY_ROWS]) == (5, 2, 7)
     assert hopper_programs(config) == 2 and hopper_programs(BlockConfig()[:9]) == 0
     with pytest.raises(ValueError, match="hopper"):
         q = torch.zeros(1, 1, 64, 64, dtype=HALF)
@@ -149,8 +151,8 @@ def test_mask_arrays_and_heavy_rows_follow_the_config():
     portable, hopper = BlockConfig(), BlockConfig(hopper=3)
     assert mask_arrays(mask, portable)["bitmap"] is mask.bitmap
     assert mask_arrays(mask, hopper)["bitmap"] is mask.fragments
-    assert honest_config(mask, hopper, 8)[_HEAVY_ROWS] == mask.heavy_rows == 1
-    assert honest_config(mask, portable, 8)[_HEAVY_ROWS] == 0
+    assert honest_config(mask, hopper, 8)[HEAVY_ROWS] == mask.heavy_rows == 1
+    assert honest_config(mask, portable, 8)[HEAVY_ROWS] == 0
     even = build_block_mask(masks.dense(), 1024, 1024, 64)
     assert even.heavy_rows == 0
     with pytest.raises(StofMaskError, match="64 x 64"):
@@ -182,15 +184,22 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("features", [{}, {"HAS_PART": False}, {"all": True}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "features"),
+    [
+        *product(["fp16", "bf16"], [{}, {"HAS_PART": False}, {"all": True}]),
+        ("fp16", {"SHIFTED": True}),
+        ("bf16", {"SHIFTED": True, "all": True}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_compiles_without_spills(head_dim, features, dtype):
     from compiling import compile_gluon, needs
     from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
     from triton.experimental.gluon import language as gl
 
-    everything = "all" in features
+    everything, shifted = "all" in features, "SHIFTED" in features
     for config in offered(head_dim):
         programs, stages = without_spills(config.hopper, config.num_stages, everything, everything)
         block_d, tail_d = widths(head_dim, programs)
@@ -199,6 +208,10 @@ def test_compiles_without_spills(head_dim, features, dtype):
             for what, columns in ((name, block_d), (f"{name}_tail", tail_d)):
                 layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
                 descriptors[what] = f"{dtype}[1, 1, 64, {columns}],{layout!r}" if columns else ""
+        for what, columns in (("short", block_d), ("short_tail", tail_d)):
+            layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
+            text = f"{dtype}[1, 1, 32, {columns}],{layout!r}" if columns and shifted else ""
+            descriptors |= {f"k_{what}": text, f"v_{what}": text}
         constants = {
             "MULT": 0.18,
             "BLOCK_D": block_d,
@@ -210,6 +223,7 @@ def test_compiles_without_spills(head_dim, features, dtype):
             "HAS_PART": features.get("HAS_PART", True),
             "RETURN_LSE": everything,
             "SPLIT": everything,
+            "SHIFTED": shifted,
         }
         compiled = compile_gluon(
             attention_hopper_kernel,

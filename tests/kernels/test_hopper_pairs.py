@@ -237,15 +237,15 @@ def test_gpu_trains(computed):
 
 
 def test_the_operator_takes_calls_of_code_compiled_before():
-    """torch keeps compiled code on disk, and with it calls that know nothing of ``uneven``."""
+    """torch keeps compiled code on disk, and with it calls that know nothing of the last ones."""
     schema = torch.ops.stof.attention_hopper.default._schema.arguments
     names = [argument.name for argument in schema]
-    assert names[13:] == ["heavy_rows", "pieces", "return_lse", "uneven"]
-    assert schema[-1].default_value is False
+    assert names[13:] == ["heavy_rows", "pieces", "return_lse", "uneven", "shifted"]
+    assert schema[-1].default_value is schema[-2].default_value is False
     mask = build_block_mask(masks.causal(), 128, 128, 64)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 2, 128, 64, dtype=torch.float16, device="cuda")
-        for rest in ((True,), (True, True)):
+        for rest in ((True,), (True, True), (True, True, True)):
             out, lse = torch.ops.stof.attention_hopper(
                 q, q, q, *mask.hopper_tensors, 0.125, 4, 2, 0, 1, *rest
             )
@@ -263,8 +263,10 @@ def test_the_operator_hands_its_arguments_on(monkeypatch):
     monkeypatch.setattr(attention_hopper, "attention_hopper_forward", keep)
     run = ops_hopper_attention._attention_hopper
     tensors = [torch.zeros(1)] * 10
-    assert run(*tensors, 0.5, 4, 2, 7, 1, True, True) == (0.5, 4, 2, 7, 1, True, True)
-    assert run(*tensors, 0.5, 4, 2, 7, 1, True) == (0.5, 4, 2, 7, 1, False, True)
+    given = *tensors, 0.5, 4, 2, 7, 1
+    assert run(*given, False, True, True) == (0.5, 4, 2, 7, 1, True, False, True)
+    assert run(*given, True, True) == (0.5, 4, 2, 7, 1, True, True, False)
+    assert run(*given, True) == (0.5, 4, 2, 7, 1, False, True, False)
 
 
 @pytest.mark.parametrize(

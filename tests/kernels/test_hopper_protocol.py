@@ -13,10 +13,10 @@ pytest.importorskip("triton.experimental.gluon")
 import hopper_attention
 from gluon_threads import run_kernel
 from gluon_values import value
-from hopper_attention import check, launches, operands
-from stof_compile.kernels import hopper_kernel, hopper_loads, hopper_units
+from hopper_attention import check, launches, operands, short_rules
+from stof_compile.kernels import hopper_kernel, hopper_loads, hopper_short, hopper_units
 
-MODULES = hopper_kernel, hopper_loads, hopper_units
+MODULES = hopper_kernel, hopper_loads, hopper_short, hopper_units
 
 
 # -- registers ------------------------------------------------------------------------------------
@@ -40,6 +40,7 @@ def weighed_and_both_scaled(s, offset, total, acc, acc_tail, mult, dtype):
 INSTEAD = {
     **hopper_attention.INSTEAD,
     "weighed": weighed,
+    "weighed_short": weighed,
     "weighed_and_scaled": weighed_and_scaled,
     "weighed_and_both_scaled": weighed_and_both_scaled,
     "spread": lambda own, width, layout: own[:, :1],
@@ -56,7 +57,7 @@ def attend(monkeypatch):
 
     def call(
         seed, workers, q, k, v, mask, programs=4, stages=2, pieces=1, return_lse=True,
-        heavy_rows=None,
+        heavy_rows=None, shifted=False,
     ):  # fmt: skip
         heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
         parts = []
@@ -64,14 +65,14 @@ def attend(monkeypatch):
         def launch(kernel, grid, arguments, constants, options):
             if kernel is not hopper_kernel.attention_hopper_kernel:
                 return  # merges what came in pieces
-            out, lse = arguments[3].base, arguments[9]
+            out, lse = arguments[3].base, arguments[13]
             parts.extend(arguments[-2:] if constants["SPLIT"] else ())
             for tensor in (out, *([lse] if return_lse else []), *parts):
                 tensor.fill_(torch.nan)  # and whatever is not NaN was written before
             given = arguments, constants, seed
             run_kernel(monkeypatch, kernel, MODULES, INSTEAD, workers, *given)
 
-        numbers = programs, stages, heavy_rows, pieces, mask.uneven, return_lse
+        numbers = programs, stages, heavy_rows, pieces, mask.uneven, return_lse, shifted
         with launches(monkeypatch, launch, workers):
             found = hopper_attention.hopper_attention(q, k, v, mask, *numbers)
         if parts:
@@ -142,6 +143,32 @@ def test_rows_in_pieces(attend, rule, pieces, heavy_rows):
     check(attend, q, k, v, mask, pieces=pieces, heavy_rows=heavy_rows, return_lse=pieces != 7)
 
 
+@pytest.mark.parametrize("rule", short_rules())
+@pytest.mark.parametrize(
+    ("head_dim", "programs", "stages", "group"),
+    [(40, 4, 2, 1), (64, 3, 3, 3), (64, 1, 1, 1), (80, 2, 3, 1), (128, 3, 1, 1), (128, 2, 2, 1)],
+    ids=str,
+)
+def test_shifted_tiles(attend, rule, head_dim, programs, stages, group):
+    q, k, v = operands(2, 3, 330, 400, head_dim, group)
+    mask = build_block_mask(short_rules()[rule], 330, 400, 64, batch=2, heads=3)
+    assert (mask.shifted_share < 1) == (rule != "nothing to shift")
+    check(attend, q, k, v, mask, programs=programs, stages=stages, shifted=True)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7])
+@pytest.mark.parametrize("rule", ["longformer", "bigbird", "planes", "one short tile"])
+@pytest.mark.parametrize("heavy_rows", [1, 3, 99])
+def test_shifted_tiles_of_rows_in_pieces(attend, rule, pieces, heavy_rows):
+    """With as many pieces as tiles the short one is all of a piece."""
+    q, k, v = operands(2, 3, 330, 400, 64)
+    mask = build_block_mask(short_rules()[rule], 330, 400, 64, batch=2, heads=3)
+    check(
+        attend, q, k, v, mask, pieces=pieces, heavy_rows=heavy_rows, return_lse=pieces != 7,
+        shifted=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_and_any_number_of_workers(attend, seed, workers):
@@ -151,4 +178,5 @@ def test_any_order_and_any_number_of_workers(attend, seed, workers):
     rule = list(rules())[int(draw.integers(0, 6))]
     mask = build_block_mask(rules()[rule], q.shape[2], k.shape[2], 64, batch=1, heads=4)
     more = {"heavy_rows": int(draw.integers(0, 3)), "pieces": int(draw.integers(1, 4))}
+    more["shifted"] = bool(draw.integers(0, 2))
     check(attend, q, k, v, mask, seed, workers, **more)

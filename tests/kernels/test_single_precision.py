@@ -20,7 +20,7 @@ from stof_compile.kernels.attention_blockwise import BlockConfig, attention_bloc
 from stof_compile.kernels.block_tiles import block_tiles
 
 from stof_compile import masks
-from stof_compile.ops_block import multiplies_in_tf32
+from stof_compile.config_fields import multiplies_in_tf32
 
 SINGLE = torch.float32
 HEAD_DIMS = (8, 16, 24, 32, 64, 72, 80, 96, 104, 128, 136, 160, 192, 256)

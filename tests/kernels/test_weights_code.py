@@ -285,8 +285,9 @@ def test_weights_of_256_are_kept_and_no_larger_ones(score, grown, column, narrow
 # -- masks and factors ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keys", [KEYS, KEYS // 2])
 @pytest.mark.parametrize("share", [0, 0.5, 1])
-def test_keep_code(share):
+def test_keep_code(share, keys):
     rng = np.random.default_rng(70)
     scores = rng.standard_normal((64, KEYS)).astype(np.float32)
     kept = rng.random((64, KEYS)) < share
@@ -297,7 +298,8 @@ def test_keep_code(share):
         s, keep = (x[warp * ROWS : warp * ROWS + ROWS] for x in (scores, kept))
         word = words[warp * LANES : warp * LANES + LANES]
         np.testing.assert_array_equal(kept_bits(word), keep)
-        np.testing.assert_array_equal(kept_scores(s, word), np.where(keep, s, -INF))
+        expected = np.where(keep, s, -INF)[:, :keys]
+        np.testing.assert_array_equal(kept_scores(s[:, :keys], word), expected)
 
 
 @both_widths
@@ -306,9 +308,11 @@ def test_kept_scores_are_weighed(narrow, form):
     rng = np.random.default_rng(71)
     scores = ordinary(rng, form.keys).astype(np.float32)
     seen = []
-    for at in range(0, scores.shape[1], KEYS):
+    keys = min(KEYS, form.keys)
+    for at in range(0, scores.shape[1], keys):
         word = rng.integers(0, 2**32, LANES, np.uint32)
-        tile = np.where(kept_bits(word), scores[:, at : at + KEYS], np.float32(NAN))
+        kept = kept_bits(word)[:, :keys]
+        tile = np.where(kept, scores[:, at : at + keys], np.float32(NAN))
         seen.append(kept_scores(tile, word))
     scores = np.concatenate(seen, 1)
     assert not np.isnan(scores).any() and np.isinf(scores).any()
