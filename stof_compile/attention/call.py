@@ -108,10 +108,15 @@ def honest_config(block_mask: BlockMask, config: tuple[int, ...], planes: int) -
 
 def with_shifted_tiles(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, ...]:
     """A block-wise config with shifted tiles where these save enough; for calls without
-    gradients."""
+    gradients. As it is while a CUDA stream is capturing and these tiles are not there yet."""
     from stof_compile.kernels.attention_blockwise import BlockConfig
 
-    if not hopper_programs(config) or block_mask.shifted_share > SHIFTED_SHARE:
+    if not hopper_programs(config):
+        return config
+    made = "shifted_tensors" in vars(block_mask)
+    if not made and block_mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return config
+    if block_mask.shifted_share > SHIFTED_SHARE:
         return config
     return tuple(BlockConfig(*config)._replace(shifted=1))
 

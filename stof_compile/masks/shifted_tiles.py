@@ -10,6 +10,8 @@ of them may be *short*, of 32 keys. Full tiles stay. Source: ours.
     shifted                |  part  |  part  |sh.|               two and a short one
 
 No shifted tile holds keys of a tile that the mask drops altogether, whose numbers may be anything.
+Heavy rows have no short tile: in a piece of its own it would be computed as a whole one, which may
+reach into such a tile.
 """
 
 from __future__ import annotations
@@ -42,13 +44,18 @@ class _Laid(NamedTuple):
     def exists(self) -> Tensor:
         return self.begin < _NEVER
 
-    def halves(self, fulls: Tensor) -> tuple[Tensor, Tensor]:
-        """(cost of each row in half tiles, place of its short tile or -1)."""
+    def halves(self, fulls: Tensor, heavy: Tensor) -> tuple[Tensor, Tensor]:
+        """(cost of each row in half tiles, place of its short tile or -1).
+
+        Args:
+            fulls: full tiles of each. heavy: bool, whether it may be cut into pieces.
+        """
         there = self.exists()
         width = torch.where(there, self.width, _TILE + 1)
         best, place = width.min(1)
         count = there.sum(1)
-        short = (best <= _SHORT) & (count + fulls > 1)  # a row begins with a whole tile
+        # a row begins with a whole tile
+        short = (best <= _SHORT) & (count + fulls > 1) & ~heavy
         return 2 * count - short.long(), torch.where(short, place, -1)
 
 
@@ -66,9 +73,9 @@ def tile_share(mask: BlockMask) -> float:
     rows = _rows(mask)
     if rows is None:
         return 1.0
-    parts = _parts(mask)[rows.number]
-    fulls = _fulls(mask)[rows.number]
-    saved = 2 * parts - rows.laid.halves(fulls)[0]
+    number = rows.number
+    cost, _ = rows.laid.halves(_fulls(mask)[number], _heavy(mask)[number])
+    saved = 2 * _parts(mask)[number] - cost
     return 1.0 - float(saved.sum()) / (2 * total)
 
 
@@ -123,7 +130,8 @@ def shifted_arrays(mask: BlockMask) -> tuple[Tensor, ...]:
     different, number = contents[of_part].unique(return_inverse=True)
     bitmap_id = torch.zeros_like(row, dtype=torch.int32)
     bitmap_id[of_part] = number.int()
-    words = _contents(mask.bitmap, different, size)
+    pieces = different.split(_CHUNK // (_TILE * _TILE))
+    words = torch.cat([_contents(mask.bitmap, some, size) for some in pieces])
 
     count = moved.numel()
     row_ptr = torch.zeros(count + 1, dtype=torch.int64, device=device)
@@ -144,12 +152,19 @@ def _fulls(mask: BlockMask) -> Tensor:
     return (mask.row_ptr[1:] - mask.full_start).long()
 
 
+def _heavy(mask: BlockMask) -> Tensor:
+    """Which rows are heavy, bool."""
+    heavy = torch.zeros((mask.planes, mask.rows), dtype=torch.bool, device=mask.device)
+    order = mask.row_order.view(mask.planes, mask.rows).long()
+    return heavy.scatter_(1, order[:, : mask.heavy_rows], True).flatten()
+
+
 def _rows(mask: BlockMask) -> _Rows | None:
     """The rows that gain, and how their tiles are laid."""
     if not mask.bitmap.shape[0]:
         return None
     octets = (mask.bitmap.view(-1, _TILE, _TILE) != 0).any(2)
-    parts, fulls = _parts(mask), _fulls(mask)
+    parts, fulls, heavy = _parts(mask), _fulls(mask), _heavy(mask)
     # a bound that needs no laying: as if all octets lay side by side
     is_part = mask.is_part()
     filled = octets.sum(1)[mask.bitmap_id.long().clamp(max=octets.shape[0] - 1)]
@@ -162,7 +177,7 @@ def _rows(mask: BlockMask) -> _Rows | None:
         return None
     most = int(parts[number].max())
     found = [
-        _gaining(mask, octets, some, parts[some], fulls[some], most)
+        _gaining(mask, octets, some, parts[some], (fulls[some], heavy[some]), most)
         for some in number.split(max(1, _CHUNK // (most * _TILE)))
     ]
     numbers, begins, widths, shorts = (torch.cat(some) for some in zip(*found, strict=True))
@@ -170,13 +185,18 @@ def _rows(mask: BlockMask) -> _Rows | None:
 
 
 def _gaining(
-    mask: BlockMask, octets: Tensor, number: Tensor, parts: Tensor, fulls: Tensor, most: int
+    mask: BlockMask,
+    octets: Tensor,
+    number: Tensor,
+    parts: Tensor,
+    facts: tuple[Tensor, Tensor],
+    most: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(number, begin and width of its tiles, place of its short one) of the rows that gain.
 
     Args:
         octets: bool [U, 8], which of a bitmap have keys. number: of the rows to look at.
-        parts, fulls: tiles of each. most: of `parts`, of all rows.
+        parts: tiles of each. facts: for `_Laid.halves`. most: of `parts`, of all rows.
     """
     nth = torch.arange(most, device=mask.device)
     there = nth < parts[:, None]
@@ -186,7 +206,7 @@ def _gaining(
     place = (column[:, :, None] * _TILE + within).flatten(1)
     has = (octets[mask.bitmap_id.long()[entry] * there] & there[:, :, None]).flatten(1)
     laid = _lay(place, has, most)
-    cost, short = laid.halves(fulls)
+    cost, short = laid.halves(*facts)
     gains = cost < 2 * parts
     return number[gains], laid.begin[gains], laid.width[gains], short[gains]
 

@@ -11,10 +11,12 @@ from stof_compile.masks.block_mask import build_block_mask
 pytest.importorskip("triton.experimental.gluon")
 
 import hopper_attention
+from close import assert_close
 from gluon_threads import run_kernel
 from gluon_values import value
 from hopper_attention import check, launches, operands, short_rules
 from stof_compile.kernels import hopper_kernel, hopper_loads, hopper_short, hopper_units
+from stof_compile.kernels.reference import attention_reference
 
 MODULES = hopper_kernel, hopper_loads, hopper_short, hopper_units
 
@@ -167,6 +169,23 @@ def test_shifted_tiles_of_rows_in_pieces(attend, rule, pieces, heavy_rows):
         attend, q, k, v, mask, pieces=pieces, heavy_rows=heavy_rows, return_lse=pieces != 7,
         shifted=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7])
+def test_no_piece_reaches_into_tiles_that_are_dropped(attend, pieces):
+    """A short tile that is all of a piece would: 64 keys of it are loaded."""
+    keep = torch.zeros(1, 1, 512, 400, dtype=torch.bool)
+    keep[..., :64, 16:30] = keep[..., :64, 200:260] = keep[..., 64:, 330:340] = True
+    mask = build_block_mask(masks.from_tensor(keep), 512, 400, 64)
+    assert mask.heavy_rows == 1 and mask.shifted_share < 1
+    assert int(mask.shifted_tensors[2][0]) >= 0, "a heavy row has no short tile"
+    q, k, v = operands(1, 1, 512, 400, 64)
+    dropped = torch.zeros(400, dtype=torch.bool)
+    dropped[64:192] = True
+    broken = [t.masked_fill(dropped[:, None], torch.nan) for t in (k, v)]
+    out, _ = attend(0, 3, q, *broken, mask, pieces=pieces, shifted=True)
+    expected = attention_reference(q.double(), k.double(), v.double(), keep, None, None, 0.125)
+    assert_close(out, expected, torch.float16)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])

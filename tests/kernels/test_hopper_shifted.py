@@ -86,6 +86,20 @@ def test_a_config_for_another_mask_is_put_right():
     assert larger.shifted_share == 1.0
 
 
+def test_a_capture_takes_the_grid_where_they_are_not_there_yet(monkeypatch):
+    """After a warm-up with gradients, which has the grid's."""
+    mask = build_block_mask(masks.sliding_window(45), 2048, 2048, 64)
+    grid = ONE._replace(shifted=0)
+    monkeypatch.setattr(type(mask), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert with_shifted_tiles(mask, grid) == grid
+    assert not {"shifted_share", "shifted_tensors"} & set(vars(mask))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(mask), "device", torch.device("cpu"))
+        assert len(mask.shifted_tensors) == 7 and mask.shifted_share < 1
+    assert with_shifted_tiles(mask, grid) == ONE
+
+
 def test_buffers_of_both_have_names_of_their_own(problem, monkeypatch):
     monkeypatch.setattr("stof_compile.attention.call._refuse_hopper", lambda *given: None)
     asked = problem(masks.sliding_window(45))

@@ -94,7 +94,7 @@ def test_shares():
     assert share(masks.sliding_window(64), 4096) == share(masks.dense(), 512) == 1.0
 
 
-def test_contents_are_kept_once():
+def test_contents_of_equal_tiles_are_kept_once():
     mask = build_block_mask(masks.sliding_window(45), 65536, 65536, 64)
     arrays = shifted_arrays(mask)
     assert arrays[5].shape[0] == 6
