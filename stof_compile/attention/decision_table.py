@@ -168,7 +168,8 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     if shared:
         shared = kinds_refusal(problem.block_mask(SHARED_TILE).bitmap.shape[0]) is None
     pairs = together and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
-    shifted = half and block_mask.shifted_share <= SHIFTED_SHARE
+    on_hopper = half and problem.plain and capability[0] == 9
+    shifted = on_hopper and block_mask.shifted_share <= SHIFTED_SHARE
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found: list[tuple[int, ...]] = []
     changed: list[tuple[int, ...]] = []
