@@ -53,24 +53,29 @@ def without(layout, dims):
     return layout
 
 
+@gluon.constexpr_function
+def keep_code(keys):
+    """``hopper_weights.keep_code`` of a tile of 64 keys or a short one."""
+    return (KEEP_SHORT if keys < ROWS.value else KEEP).value
+
+
+@gluon.constexpr_function
+def keep_operands(keys):
+    """``hopper_weights.keep_operands``."""
+    return (KEEP_SHORT_OPERANDS if keys < ROWS.value else KEEP_OPERANDS).value
+
+
 @gluon.jit
 def kept_scores(s, words):
-    """Scores [64, 64], -inf where mask words [4, 8, 4], one per thread, have no bit for them."""
+    """Scores [64, 64] or [64, 32], -inf where mask words [4, 8, 4], one per thread, have no bit for
+    them: of the fewer columns the first four octets of each word."""
+    KEYS: gl.constexpr = s.shape[1]
+    code: gl.constexpr = keep_code(KEYS)
+    operands: gl.constexpr = keep_operands(KEYS)
     words = words[:, None, :, :][:, :, :, None, :][:, :, :, :, :, None]
-    words = gl.reshape(words.broadcast_to([4, 2, 8, 8, 4, 2]), [ROWS, ROWS])
+    words = gl.reshape(words.broadcast_to([4, 2, 8, KEYS // 8, 4, 2]), [ROWS, KEYS])
     words = gl.convert_layout(words, s.type.layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(KEEP, KEEP_OPERANDS, [s, words], gl.float32, False, 32)
-
-
-@gluon.jit
-def kept_short_scores(s, words):
-    """The same for scores [64, 32]: the first four octets of each word."""
-    words = words[:, None, :, :][:, :, :, None, :][:, :, :, :, :, None]
-    words = gl.reshape(words.broadcast_to([4, 2, 8, 4, 4, 2]), [ROWS, SHORT])
-    words = gl.convert_layout(words, s.type.layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        KEEP_SHORT, KEEP_SHORT_OPERANDS, [s, words], gl.float32, False, 16
-    )
+    return gl.inline_asm_elementwise(code, operands, [s, words], gl.float32, False, KEYS // 2)
 
 
 @gluon.jit
@@ -102,23 +107,19 @@ def rescaled(acc, alpha, BLOCK_D: gl.constexpr):
 
 
 @gluon.constexpr_function
-def weights_code(mult, dtype, scaled):
-    """``hopper_weights.weights_code`` with the factor of the scores."""
+def weights_code(mult, dtype, scaled, keys=64):
+    """``hopper_weights.weights_code`` with the factor of the scores; of a short tile without
+    results."""
     code = (WEIGHTS_BF16 if dtype == gl.bfloat16 else WEIGHTS_F16).value[scaled]
+    if keys < ROWS.value:
+        code = (SHORT_BF16 if dtype == gl.bfloat16 else SHORT_F16).value
     return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
 
 
 @gluon.constexpr_function
-def short_weights_code(mult, dtype):
-    """``hopper_weights.weights_code`` of 32 columns with the factor of the scores."""
-    code = SHORT_BF16.value if dtype == gl.bfloat16 else SHORT_F16.value
-    return f"{{ .reg .f32 %m; mov.f32 %m, {mult:.17e}; {code} }}"
-
-
-@gluon.constexpr_function
-def weights_operands(scaled):
+def weights_operands(scaled, keys=64):
     """``hopper_weights.weights_operands``."""
-    return WEIGHTS_OPERANDS.value[scaled]
+    return SHORT_OPERANDS.value if keys < ROWS.value else WEIGHTS_OPERANDS.value[scaled]
 
 
 @gluon.constexpr_function
@@ -175,38 +176,20 @@ def _told(told, rows: gl.constexpr):
 def weighed(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
     """(weights, offset, sums, factor of the former result) of a tile of scores.
 
-    Offset, sums and factor are [64, 4], a thread's own.
+    Scores are [64, 64] or [64, 32]; offset, sums and factor are [64, 4], a thread's own.
     """
+    KEYS: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    code: gl.constexpr = weights_code(MULT, dtype, 0)
-    operands: gl.constexpr = weights_operands(0)
-    args = [s, spread(offset, ROWS, layout), spread(total, ROWS, layout)]
+    code: gl.constexpr = weights_code(MULT, dtype, 0, KEYS)
+    operands: gl.constexpr = weights_operands(0, KEYS)
+    args = [s, spread(offset, KEYS, layout), spread(total, KEYS, layout)]
     if dtype == gl.bfloat16:
         p, told = gl.inline_asm_elementwise(
-            code, operands, args, (gl.bfloat16, gl.float32), False, 32
+            code, operands, args, (gl.bfloat16, gl.float32), False, KEYS // 2
         )
     else:
         p, told = gl.inline_asm_elementwise(
-            code, operands, args, (gl.float16, gl.float32), False, 32
-        )
-    rows: gl.constexpr = offset.type.layout
-    offset, total, alpha = _told(told, rows)
-    return p, offset, total, alpha
-
-
-@gluon.jit
-def weighed_short(s, offset, total, MULT: gl.constexpr, dtype: gl.constexpr):
-    """The same of scores [64, 32]."""
-    layout: gl.constexpr = s.type.layout
-    code: gl.constexpr = short_weights_code(MULT, dtype)
-    args = [s, spread(offset, SHORT, layout), spread(total, SHORT, layout)]
-    if dtype == gl.bfloat16:
-        p, told = gl.inline_asm_elementwise(
-            code, SHORT_OPERANDS, args, (gl.bfloat16, gl.float32), False, 16
-        )
-    else:
-        p, told = gl.inline_asm_elementwise(
-            code, SHORT_OPERANDS, args, (gl.float16, gl.float32), False, 16
+            code, operands, args, (gl.float16, gl.float32), False, KEYS // 2
         )
     rows: gl.constexpr = offset.type.layout
     offset, total, alpha = _told(told, rows)

@@ -15,10 +15,10 @@ from .hopper_registers import (
     ROWS,
     SHORT,
     fragment_layout,
-    kept_short_scores,
+    kept_scores,
     rescaled,
     spread,
-    weighed_short,
+    weighed,
     without,
 )
 from .hopper_transfers import WORDS, reinterpreted, tma_load
@@ -51,8 +51,8 @@ def attend_short(
         s = warpgroup_mma(q_tail, k_tail, s, is_async=True)
     words = word_buf.reshape([4, 8, 4]).load(word_layout)
     s = warpgroup_mma_wait(0, deps=(s,))
-    s = kept_short_scores(s, words)
-    p, offset, total, alpha = weighed_short(s, offset, total, MULT, dtype)
+    s = kept_scores(s, words)
+    p, offset, total, alpha = weighed(s, offset, total, MULT, dtype)
     acc = rescaled(acc, alpha, BLOCK_D)
     if TAIL_D == ROWS:
         acc_tail = rescaled(acc_tail, alpha, TAIL_D)

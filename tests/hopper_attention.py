@@ -15,7 +15,6 @@ from stof_compile import masks
 HALF = torch.float16
 INSTEAD = {  # the assembly has tests of its own (test_weights_code.py)
     "kept_scores": kept_scores,
-    "kept_short_scores": kept_scores,
     "cleared": lambda x: x,
     "reciprocal": lambda x: 1.0 / x,
     "rescaled": lambda acc, alpha, width: acc * alpha[:, :1],

@@ -82,19 +82,13 @@ FORMS = {
 
 @cache
 def weights_text(mult, narrow, form):
-    from stof_compile.kernels.hopper_registers import (
-        short_weights_code,
-        weights_code,
-        wide_weights_code,
-    )
+    from stof_compile.kernels.hopper_registers import weights_code, wide_weights_code
     from triton.experimental.gluon import language as gl
 
     dtype = gl.float16 if narrow == "f16x2" else gl.bfloat16
     if form.keys > KEYS:
         return str(wide_weights_code(mult, dtype))
-    if form.keys < KEYS:
-        return str(short_weights_code(mult, dtype))
-    return str(weights_code(mult, dtype, form.scaled))
+    return str(weights_code(mult, dtype, form.scaled, form.keys))
 
 
 @dataclass

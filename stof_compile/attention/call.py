@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import stof_compile.ops_block  # noqa: F401  # registers operators
+import stof_compile.ops_block  # noqa: F401  # registers SPARSE_OPERATORS
 from stof_compile.attention.problem import AttentionProblem
 from stof_compile.config_fields import has_shifted_tiles, hopper_programs, with_heavy_rows
 from stof_compile.errors import StofUnsupportedError

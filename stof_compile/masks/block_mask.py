@@ -100,8 +100,12 @@ class BlockMask:
 
     @cached_property
     def shifted_tensors(self) -> tuple[Tensor, ...]:
-        """`hopper_tensors` of 64 x 64 tiles with part tiles laid from the first key of a row on;
-        see `masks.shifted_tiles`. Not to be made while a CUDA stream is capturing."""
+        """`hopper_tensors` of 64 x 64 tiles with part tiles laid from the first key of a row on,
+        see `masks.shifted_tiles`. Not to be made while a CUDA stream is capturing: the host waits.
+
+        Raises:
+            StofMaskError: another tile size.
+        """
         return self._of_host("shifted tiles", shifted_arrays)
 
     @of_contents

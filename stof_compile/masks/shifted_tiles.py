@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from stof_compile.errors import StofMaskError
 from stof_compile.masks.fragments import to_fragments
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ def tile_share(mask: BlockMask) -> float:
     rows = _rows(mask)
     if rows is None:
         return 1.0
-    number = rows.number
-    cost, _ = rows.laid.halves(_fulls(mask)[number], _heavy(mask)[number])
-    saved = 2 * _parts(mask)[number] - cost
+    saved = 2 * (_parts(mask)[rows.number] - rows.laid.exists().sum(1)) + (rows.short >= 0)
     return 1.0 - float(saved.sum()) / (2 * total)
 
 
@@ -84,7 +83,13 @@ def shifted_arrays(mask: BlockMask) -> tuple[Tensor, ...]:
 
     Columns are counted in octets. The start of a row's full tiles is -1 - start where its first
     tile is short; bits of keys behind the 32nd are 0 there.
+
+    Raises:
+        StofMaskError: another tile size.
     """
+    tile = mask.block_q, mask.block_k
+    if tile != (64, 64):
+        raise StofMaskError(f"shifted tiles are 64 x 64, not {tile[0]} x {tile[1]}")
     plain = mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id
     rows = _rows(mask)
     if rows is None:

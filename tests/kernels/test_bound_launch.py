@@ -130,7 +130,7 @@ class Launched(SimpleCompiled):
         return lambda *values: self.hooked.append((grid, values))
 
 
-def repeated(compiled):
+def repeated(compiled, between=()):
     first, second = descriptor(rows=128), descriptor(torch.float16)
     kernel = Kernel()
     kernel.__class__ = type(
@@ -138,7 +138,7 @@ def repeated(compiled):
     )
     again = None
     for _ in range(2):
-        again = launch(kernel, 7, [first, second, 32, 5], CONSTANTS, OPTIONS)
+        again = launch(kernel, 7, [first, *between, second, 32, 5], CONSTANTS, OPTIONS)
     return first, second, again
 
 
@@ -288,6 +288,22 @@ def test_descriptors_are_encoded_once_for_an_address(encoded):
         assert values[13:] == (first, 128, 64, 64, 1, second, 64, 64, 64, 1, 32, 5, 64)
     wanted = [(one, "facts of one"), (two, "facts of two"), (other, "facts of two")]
     assert encoded == [(base.data_ptr(), facts) for base, facts in wanted]
+
+
+def test_numbers_between_descriptors_keep_their_places(encoded):
+    """They stand for descriptors that a form of a kernel does without."""
+    bases = [torch.zeros(128, 64, dtype=torch.float16) for _ in range(2)]
+    compiled = Direct()
+    *_, again = repeated(compiled, between=(0, 3))
+    again(*bases)
+    (values,) = compiled.started
+    assert values[13:] == ("map 1", 128, 64, 64, 1, 0, 3, "map 2", 64, 64, 64, 1, 32, 5, 64)
+    compiled = Launched()
+    *_, again = repeated(compiled, between=(0, 3))
+    again(*bases)
+    first, *numbers, second, number, last, constant = compiled.direct[0][9:]
+    assert (numbers, number, last, constant) == ([0, 3], 32, 5, 64)
+    assert [first.base is bases[0], second.base is bases[1]] == [True, True]
 
 
 def test_few_addresses_are_remembered(encoded, monkeypatch):

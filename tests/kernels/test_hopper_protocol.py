@@ -42,7 +42,6 @@ def weighed_and_both_scaled(s, offset, total, acc, acc_tail, mult, dtype):
 INSTEAD = {
     **hopper_attention.INSTEAD,
     "weighed": weighed,
-    "weighed_short": weighed,
     "weighed_and_scaled": weighed_and_scaled,
     "weighed_and_both_scaled": weighed_and_both_scaled,
     "spread": lambda own, width, layout: own[:, :1],

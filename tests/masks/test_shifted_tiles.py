@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from stof_compile import masks
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import bitmap, shifted_tiles
 from stof_compile.masks.block_mask import build_block_mask
 from stof_compile.masks.fragments import from_fragments, to_fragments
@@ -109,6 +110,13 @@ def test_rows_with_very_many_part_tiles_stay(monkeypatch):
     after = build_block_mask(spec, 2048, 2048, 64)
     assert after.shifted_share == 1.0
     assert torch.equal(after.shifted_tensors[3], 8 * after.col_idx)
+
+
+def test_tiles_of_another_size_are_refused():
+    mask = build_block_mask(masks.sliding_window(45), 512, 512, (64, 128))
+    assert mask.shifted_share == 1.0
+    with pytest.raises(StofMaskError, match="shifted tiles are 64 x 64, not 64 x 128"):
+        _ = mask.shifted_tensors
 
 
 def test_made_once_and_outside_of_inference_mode():
