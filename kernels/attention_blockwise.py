@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_hopper import hopper_forms, hopper_refusal
+from .attention_hopper import hopper_refusal
 from .block_tiles import FEW_PROGRAMS, LEAST_SUM, NARROW, block_tiles, padded_widths
 from .blockwise_kernel import attention_block_kernel
 from .bound_launch import Repeat
+from .hopper_forms import SHIFTED_DIMS, hopper_forms
 from .limits import (
     fp32_precision,
     product_widths,
@@ -170,7 +171,7 @@ def configs(
         return found
     forms = hopper_forms(head_dim, pairs=pairs, shared=shared)
     groups = [BlockConfig(rows, keys, 4, stages, hopper=p) for rows, keys, p, stages in forms]
-    if shifted:
+    if shifted and head_dim <= SHIFTED_DIMS:
         square = [config for config in groups if config[:2] == (64, 64)]
         groups = [config._replace(shifted=1) for config in square] + groups
     return groups + found if units >= _HOPPER_FIRST_UNITS else found + groups

@@ -15,6 +15,25 @@ import torch
 from torch import Tensor
 
 from .bound_launch import Descriptor, Repeat, launch, layout
+from .hopper_forms import (
+    PAIR_CONSUMER,
+    PAIR_KEYS,
+    PAIR_REGISTERS,
+    SHARED_CONSUMER,
+    SHARED_KEYS,
+    SHARED_PRODUCER,
+    SHARED_REGISTERS,
+    SHARED_VALUES,
+    SHORT,
+    TILE,
+    TILES,
+    form_refusal,
+    query_slots,
+    registers_of,
+    ring,
+    widths,
+    without_spills,
+)
 from .hopper_operands import (
     WORDS,
     for_tma,
@@ -37,26 +56,7 @@ from .problem import (
 )
 from .work_queue import new_queue
 
-TILE = 64
-SHORT = 32  # keys of a short tile, of those that are shifted
-PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
-SHARED_ROWS = 192  # of a tile, where three consumers share its keys
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
-# The compiler takes them from the producer warp and gives them to the consumers.
-_REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
-# The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
-# multiprocessor to itself, and of its consumers.
-_PAIR_REGISTERS, _PAIR_CONSUMER = 168, 232
-# Of the program of three consumers that share keys (hopper_shared_kernel.py), which has 512 threads
-# and a multiprocessor to itself: tiles of keys and of values in flight, registers of a thread at
-# the start, then of consumers and of the producer.
-SHARED_KEYS, SHARED_VALUES = 4, 3
-SHARED_REGISTERS, SHARED_CONSUMER, SHARED_PRODUCER = 128, 152, 56
-_TILES = {128: (TILE, TILE), 256: (TILE, PAIR_KEYS), 384: (SHARED_ROWS, TILE)}  # by mask words
-# (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys)
-# by the width of a head.
-_FORMS = {64: ((4, 2),), 80: ((3, 2), (2, 3)), 96: ((3, 2), (2, 3)), 128: ((2, 2), (3, 1))}
 _MAX_UNITS = 2**31 - 2**20  # unit numbers are 32-bit; every worker asks for one past the end
 
 
@@ -108,55 +108,13 @@ def hopper_refusal(
         return "it needs a Hopper GPU"
     if dtype not in HALF_TYPES:
         return f"it takes fp16 and bf16, not {dtype}"
-    if head_dim != value_dim or not 32 < head_dim <= 128 or head_dim % 8:
-        return f"it takes equal head dims of 40 to 128 in steps of 8, not {head_dim}, {value_dim}"
+    if head_dim != value_dim or not 32 < head_dim <= 256 or head_dim % 8:
+        return f"it takes equal head dims of 40 to 256 in steps of 8, not {head_dim}, {value_dim}"
     if not plain:
         return "it takes no padding, bias or softcap and a positive scale"
     if not 0 < units < _MAX_UNITS:
         return f"it takes up to {_MAX_UNITS} units, not {units}"
     return None if _kernel_is_there() else "this Triton lacks the dialect it is written in"
-
-
-def form_refusal(tile: tuple[int, int], programs: int, stages: int, head_dim: int) -> str | None:
-    """Why there is no form with these numbers, None where there is one.
-
-    Args:
-        tile: its (rows, keys). programs: per multiprocessor. stages: pairs of tiles in flight.
-    """
-    name = "x".join(map(str, tile))
-    if tile not in _TILES.values():
-        known = ", ".join("x".join(map(str, one)) for one in sorted(_TILES.values()))
-        return f"tiles are one of {known}, not {name}"
-    sizes = sorted(_REGISTERS) if tile == (TILE, TILE) else [1]
-    if programs not in sizes:
-        return f"with tiles of {name} programs must be one of {sizes}, not {programs}"
-    if stages < 1:
-        return f"stages must be at least 1, not {stages}"
-    rings: tuple[int, ...] = (2, 4) if head_dim <= 64 else (2,)
-    if tile[0] == SHARED_ROWS:
-        if head_dim <= 64:
-            return f"with tiles of {name} heads have over 64 dims, not {head_dim}"
-        rings = (SHARED_KEYS,)
-    if tile != (TILE, TILE) and stages not in rings:
-        return f"with tiles of {name} stages must be one of {rings}, not {stages}"
-    return None
-
-
-def hopper_forms(
-    head_dim: int, *, pairs: bool = False, shared: bool = False
-) -> list[tuple[int, int, int, int]]:
-    """(rows and keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth
-    timing.
-
-    Args:
-        pairs: whether tiles of 128 keys hold little more than those of 64 do.
-        shared: whether those of 192 rows do.
-    """
-    width = sum(widths(head_dim, 2))
-    found = [(TILE, TILE, programs, stages) for programs, stages in _FORMS[width]]
-    if shared and width == 128:
-        found = [(SHARED_ROWS, TILE, 1, SHARED_KEYS), *found]
-    return [(TILE, PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
 
 
 def attention_hopper_forward(
@@ -213,7 +171,7 @@ def attention_hopper_forward(
     from .hopper_pair_kernel import attention_hopper_pair_kernel
     from .hopper_shared_kernel import attention_hopper_shared_kernel
 
-    tile = _TILES.get(arrays.bitmap.shape[-1], (TILE, TILE))
+    tile = TILES.get(arrays.bitmap.shape[-1], (TILE, TILE))
     keys = tile[1]
     pairs = keys == PAIR_KEYS  # tile rows two at a time
     shared = tile[0] > TILE
@@ -238,9 +196,7 @@ def attention_hopper_forward(
         max(units, 1),
         plain=scale > 0,
     )
-    refusal = refusal or form_refusal(tile, programs, stages, head_dim)
-    if shifted and tile != (TILE, TILE):
-        refusal = refusal or f"shifted tiles are 64 x 64, not {tile[0]} x {tile[1]}"
+    refusal = refusal or form_refusal(tile, programs, stages, head_dim, shifted=shifted)
     if refusal is not None:
         raise ValueError(f"Hopper attention kernel: {refusal}")
     out, lse = empty_result(q, head_dim, return_lse)
@@ -283,8 +239,8 @@ def attention_hopper_forward(
             "RETURN_LSE": return_lse,
         }
         if pairs:
-            registers = _PAIR_REGISTERS
-            constants = {**first, "STAGES": stages, **of_mask, "REGISTERS": _PAIR_CONSUMER}
+            registers = PAIR_REGISTERS
+            constants = {**first, "STAGES": stages, **of_mask, "REGISTERS": PAIR_CONSUMER}
             kernel = attention_hopper_pair_kernel
         elif shared:
             registers = SHARED_REGISTERS
@@ -293,10 +249,10 @@ def attention_hopper_forward(
             constants = {**first, **rings, **of_mask, **of_threads}
             kernel = attention_hopper_shared_kernel
         else:
-            registers = _REGISTERS[programs]
+            registers = registers_of(programs, block_d + tail_d)
             arguments += [pieces if split else 1, *(parts or (queue, queue))]
             slots = query_slots(block_d + tail_d, programs)
-            narrow = {"TAIL_D": tail_d, "RING": ring(stages), "Q_SLOTS": slots}
+            narrow = {"TAIL_D": tail_d, "RING": ring(stages, block_d + tail_d), "Q_SLOTS": slots}
             constants = {**first, **narrow, **of_mask, "SPLIT": split, "SHIFTED": shifted}
             kernel = attention_hopper_kernel
         options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
@@ -336,34 +292,3 @@ def _merge(parts: Pieces, mask: TileMask, out: Tensor, lse: Tensor) -> Repeat | 
     programs, arguments, constants = merging(parts, mask, out, lse)
     options = {"num_warps": WARPS, "launch_pdl": True}
     return launch(merge_rows_kernel, programs, arguments, {**constants, "PDL": True}, options)
-
-
-def widths(head_dim: int, programs: int) -> tuple[int, int]:
-    """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
-
-    96 as 64 and 32 takes three quarters of 128, and a third worker fits a multiprocessor; 128 as
-    two halves fits a third one's registers.
-    """
-    if head_dim <= 64 or (head_dim > 96 and programs < 3):
-        return next_power_of_two(head_dim), 0
-    return 64, 16 if head_dim <= 80 else 32 if head_dim <= 96 else 64
-
-
-def without_spills(programs: int, stages: int, split: bool, return_lse: bool) -> tuple[int, int]:
-    """(programs, stages) that are launched: four programs lack the registers for pieces of long
-    rows and a log-sum-exp in one kernel, three have them."""
-    return (3, 3) if programs == 4 and split and return_lse else (programs, stages)
-
-
-def ring(stages: int) -> int:
-    """Tiles of keys and values a program holds: pairs, or a pair and the next keys."""
-    return max(2 * stages, 3)
-
-
-def query_slots(width: int, programs: int) -> int:
-    """Query tiles a program holds: two, so that the next one is there, where memory allows it.
-
-    Args:
-        width: of a head.
-    """
-    return 1 if width * programs > 288 else 2

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_hopper import TILE, hopper_refusal
+from .attention_hopper import hopper_refusal
 from .bound_launch import Descriptor, Repeat, launch, layout
+from .hopper_forms import TILE
 from .hopper_operands import (
     WORDS,
     for_tma,
@@ -77,6 +78,8 @@ def hopper_gradient_refusal(
         return f"tiles have {TILE} x {TILE} elements, not {tile[0]} x {tile[1]}"
     if grouped_planes:
         return "query heads that share a key head must share their mask"
+    if head_dim > 128:
+        return f"it takes head dims of up to 128, not {head_dim}"
     return hopper_refusal(head_dim, value_dim, dtype, capability, units, plain=plain)
 
 

@@ -5,7 +5,8 @@ which loads. Work is a queue of units (one tile row of one head); the producer t
 and loads its query tile and its first keys while the consumer still works on the last one, so with
 two query slots no load waits for the end of a row. Everything travels through shared memory by TMA:
 query tiles in slots of their own, which the results leave through, keys, values and mask words in a
-ring.
+ring. A ring of one key and one value tile, for heads of over 192 dims, gives keys back by
+themselves, so that the next ones come while the last product runs.
 
 Shared memory is handed over with barriers: ``full`` ones count the bytes that arrived, ``empty``
 ones one arrival of the consumer. A barrier's n-th use has phase parity n % 2.
@@ -63,6 +64,7 @@ def consume(
     """
     dtype: gl.constexpr = o_desc.dtype
     PAIRS: gl.constexpr = (RING + 1) // 2
+    VALUES: gl.constexpr = 1 if RING == 2 else 0  # keys have a barrier of their own in front
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(TAIL_D, 16), 16])
@@ -114,7 +116,7 @@ def consume(
                     k_tail = kv_tails.index(slot).reshape([ROWS, TAIL_D]).permute((1, 0))
                     s = warpgroup_mma(q_tail, k_tail, s, is_async=True)
                 # the tile before is given back while the product runs, which hides the barriers
-                mbarrier.arrive(kv_empty.index(before), count=1, pred=t > 0)
+                mbarrier.arrive(kv_empty.index(before + VALUES), count=1, pred=t > 0)
                 barrier_of_threads()
                 if HAS_PART:  # read while the product runs; not used on full tiles
                     words = word_bufs.index(pair).reshape([4, 8, 4]).load(word_layout)
@@ -137,7 +139,9 @@ def consume(
                 else:
                     p, offset, total, alpha = weighed(s, offset, total, MULT, dtype)
                     acc = rescaled(acc, alpha, BLOCK_D)
-                if TAIL_D > 0 and TAIL_D < ROWS:
+                if BLOCK_D > ROWS and TAIL_D >= ROWS:
+                    acc_tail = rescaled(acc_tail, alpha, TAIL_D)
+                elif TAIL_D > 0 and TAIL_D < ROWS:
                     acc_tail = acc_tail * spread(alpha, TAIL_D, tail)
 
                 # -- values ----
@@ -152,6 +156,10 @@ def consume(
                     v_tail = kv_tails.index(slot).reshape([ROWS, TAIL_D])
                     p = gl.convert_layout(p, tail_weights, assert_trivial=True)
                     acc_tail = warpgroup_mma(p, v_tail, acc_tail, is_async=True)
+                if RING == 2:  # the next keys come while the product runs
+                    mbarrier.arrive(kv_empty.index(0), count=1)
+                    barrier_of_threads()
+                if TAIL_D > 0:
                     acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
                 else:
                     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -165,7 +173,7 @@ def consume(
                 if RING % 2 == 1:
                     slot += 1
                     slot = gl.where(slot == RING, 0, slot)
-            mbarrier.arrive(kv_empty.index(before), count=1, pred=count > 0)
+            mbarrier.arrive(kv_empty.index(before + VALUES), count=1, pred=count > 0)
 
             unit = unit_bufs.index(q_slot).load(everywhere)  # once more, for want of registers
             if SHIFTED:
@@ -266,6 +274,7 @@ def attention_hopper_kernel(
     RETURN_LSE: gl.constexpr, SPLIT: gl.constexpr, SHIFTED: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once."""
+    gl.static_assert(not SHIFTED or RING > 2, "keys of a short tile are given back with its values")
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     kv_bufs = gl.allocate_shared_memory(k_desc.dtype, [RING, 1, 1, ROWS, BLOCK_D], k_desc.layout)
     q_tails, kv_tails = q_bufs, kv_bufs
@@ -283,13 +292,15 @@ def attention_hopper_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
+    given_back: gl.constexpr = 2 if RING == 2 else pairs
+    kv_empty = gl.allocate_shared_memory(gl.int64, [given_back, 1], barrier)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(pairs):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+    for i in gl.static_range(given_back):
         mbarrier.init(kv_empty.index(i), count=1)
     fence_async_shared()
     gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory

@@ -111,6 +111,8 @@ def produce(
             if RING % 2 == 1:  # the values take the place of the last keys
                 last = step + PAIRS - 1
                 mbarrier.wait(kv_empty.index(last % PAIRS), ((last // PAIRS) & 1) ^ 1)
+            if RING == 2:  # keys and values are given back apart
+                mbarrier.wait(kv_empty.index(1), (step & 1) ^ 1)
             slot = (2 * step + 1) % RING
             full = v_full.index(step % PAIRS)
             mbarrier.expect(full, TILE_BYTES)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from close import assert_close
+from close import assert_close, assert_close_lse
 from gluon_values import OnGpu, kept_scores
 from stof_compile.kernels import attention_hopper as module
 from stof_compile.kernels.reference import attention_reference
@@ -76,6 +76,37 @@ def check(attend, q, k, v, mask, seed=0, workers=3, **how):
     assert_close(out, expected, HALF)
     if lse.numel():
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+def check_on_gpu(attend, mask, shape, kv_heads, dtype):
+    """``attend(q, k, v, return_lse)`` of new inputs on the GPU, six times, against the reference.
+
+    Workers race for units; with and without a log-sum-exp the third launch is a repeated one.
+
+    Args:
+        shape: (batch, heads, queries, keys, head dim).
+    """
+    batch, heads, q_len, k_len, head_dim = shape
+    keep = mask.to_dense()
+    for number in range(6):
+        return_lse = number % 2 == 0
+        packed = torch.randn(batch, q_len, heads, head_dim, device=mask.device, dtype=dtype)
+        packed *= 16 if number > 2 else 1  # maxima that grow beyond the slack, tile after tile
+        q = packed.transpose(1, 2)  # strided, as models have it
+        k, v = torch.randn(
+            2, batch, kv_heads, k_len, head_dim, device=mask.device, dtype=dtype
+        )  # fmt: skip
+        expected, expected_lse = attention_reference(
+            q.double(), k.double(), v.double(), keep, None, None, head_dim**-0.5, 0.0, True
+        )
+        poison = torch.full_like(packed, float("nan"))
+        del poison
+        out, lse = attend(q, k, v, return_lse)
+        assert_close(out, expected, dtype)
+        if return_lse:
+            assert_close_lse(lse, expected_lse)
+        else:
+            assert lse.numel() == 0
 
 
 def short_rules():

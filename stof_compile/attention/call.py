@@ -106,12 +106,15 @@ def honest_config(block_mask: BlockMask, config: tuple[int, ...], planes: int) -
     return tuple(how._replace(loops=loops))
 
 
-def with_shifted_tiles(block_mask: BlockMask, config: tuple[int, ...]) -> tuple[int, ...]:
+def with_shifted_tiles(
+    block_mask: BlockMask, config: tuple[int, ...], head_dim: int
+) -> tuple[int, ...]:
     """A block-wise config with shifted tiles where these save enough; for calls without
     gradients. As it is while a CUDA stream is capturing and these tiles are not there yet."""
     from stof_compile.kernels.attention_blockwise import BlockConfig
+    from stof_compile.kernels.hopper_forms import SHIFTED_DIMS
 
-    if not hopper_programs(config):
+    if not hopper_programs(config) or head_dim > SHIFTED_DIMS:
         return config
     made = "shifted_tensors" in vars(block_mask)
     if not made and block_mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -250,7 +253,8 @@ def _refuse_hopper(problem: AttentionProblem, config: Sequence[int]) -> None:
         StofUnsupportedError: the Hopper kernel cannot run this problem here, or has no such form.
     """
     from stof_compile.kernels.attention_blockwise import BlockConfig
-    from stof_compile.kernels.attention_hopper import form_refusal, hopper_refusal
+    from stof_compile.kernels.attention_hopper import hopper_refusal
+    from stof_compile.kernels.hopper_forms import form_refusal
 
     on_gpu = problem.device.type == "cuda"
     refusal = hopper_refusal(
@@ -263,8 +267,10 @@ def _refuse_hopper(problem: AttentionProblem, config: Sequence[int]) -> None:
     )
     how = BlockConfig(*config)
     tile = how.block_q, how.block_k
-    refusal = refusal or form_refusal(tile, how.hopper, how.num_stages, problem.head_dim)
-    if refusal is None and has_shifted_tiles(config) and problem.training:
+    shifted = has_shifted_tiles(config)
+    numbers = how.hopper, how.num_stages, problem.head_dim
+    refusal = refusal or form_refusal(tile, *numbers, shifted=shifted)
+    if refusal is None and shifted and problem.training:
         refusal = "shifted tiles are for calls without gradients"
     if refusal is None and how.block_q > 64:
         refusal = "rows that share keys are for calls without gradients"

@@ -160,7 +160,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     narrow = half and programs >= FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
-    together = half and widest > 96 and not problem.fp8
+    together = half and 96 < widest <= 128 and not problem.fp8
     together = together and attention_blockwise.hopper_pays(
         problem.head_dim, value_dim, problem.q.dtype, capability, programs, plain=problem.plain
     )

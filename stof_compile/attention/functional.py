@@ -274,7 +274,7 @@ def _attend(
     by_hand = kernel == "block" and not is_recorded(q, k, v, bias)
     if kernel == "block":
         if by_hand:
-            config = with_shifted_tiles(block_mask, config)
+            config = with_shifted_tiles(block_mask, config, q.shape[3])
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
     band = [] if block_mask.band is None else block_mask.band.as_ints()

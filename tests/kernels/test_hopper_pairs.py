@@ -7,12 +7,8 @@ import pytest
 import torch
 from attention_cases import check_training
 from stof_compile.kernels.attention_blockwise import BlockConfig, configs
-from stof_compile.kernels.attention_hopper import (
-    _PAIR_CONSUMER,
-    _PAIR_REGISTERS,
-    attention_hopper_forward,
-    hopper_forms,
-)
+from stof_compile.kernels.attention_hopper import attention_hopper_forward
+from stof_compile.kernels.hopper_forms import PAIR_CONSUMER, PAIR_REGISTERS, hopper_forms
 from stof_compile.kernels.limits import shared_memory_limit
 
 from stof_compile import masks
@@ -194,19 +190,19 @@ def test_compiles(width, stages, features, dtype):
         "SINGLE_PLANE": not everything,
         "HAS_PART": features.get("HAS_PART", True),
         "RETURN_LSE": everything,
-        "REGISTERS": _PAIR_CONSUMER,
+        "REGISTERS": PAIR_CONSUMER,
     }
     compiled = compile_gluon(
-        attention_hopper_pair_kernel, 90, descriptors, constants, maxnreg=_PAIR_REGISTERS
+        attention_hopper_pair_kernel, 90, descriptors, constants, maxnreg=PAIR_REGISTERS
     )
     found = needs(compiled, 90)
     # with a log-sum-exp Triton 3.9 stores what a unit begins and ends with, once: no loop reads it
     assert found.spill_bytes <= (16 if everything and width == 128 else 0)
-    assert found.registers <= _PAIR_REGISTERS  # 384 threads: 64,512 of 65,536
+    assert found.registers <= PAIR_REGISTERS  # 384 threads: 64,512 of 65,536
     assert found.shared_bytes <= shared_memory_limit(HOPPER)
     text = compiled.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in text and "cp.async.bulk.tensor" in text
-    assert re.search(rf"setmaxnreg\.inc\.sync\.aligned\.u32\s+{_PAIR_CONSUMER};", text)
+    assert re.search(rf"setmaxnreg\.inc\.sync\.aligned\.u32\s+{PAIR_CONSUMER};", text)
     said = assembler_report(compiled, 90)
     assert "C75" not in said and "serialized" not in said  # products that wait for each other
 

@@ -126,7 +126,16 @@ def rules():
 @pytest.mark.parametrize("rule", rules())
 @pytest.mark.parametrize(
     ("head_dim", "programs", "stages", "group"),
-    [(40, 4, 2, 1), (64, 3, 3, 3), (64, 1, 1, 1), (80, 2, 3, 1), (128, 3, 1, 1)],
+    [
+        (40, 4, 2, 1),
+        (64, 3, 3, 3),
+        (64, 1, 1, 1),
+        (80, 2, 3, 1),
+        (128, 3, 1, 1),
+        (152, 2, 2, 1),
+        (192, 2, 1, 1),
+        (256, 2, 1, 3),
+    ],
     ids=str,
 )
 def test_results(attend, rule, head_dim, programs, stages, group):
@@ -147,7 +156,14 @@ def test_rows_in_pieces(attend, rule, pieces, heavy_rows):
 @pytest.mark.parametrize("rule", short_rules())
 @pytest.mark.parametrize(
     ("head_dim", "programs", "stages", "group"),
-    [(40, 4, 2, 1), (64, 3, 3, 3), (64, 1, 1, 1), (80, 2, 3, 1), (128, 3, 1, 1), (128, 2, 2, 1)],
+    [
+        (40, 4, 2, 1),
+        (64, 3, 3, 3),
+        (64, 1, 1, 1),
+        (80, 2, 3, 1),
+        (128, 3, 1, 1),
+        (128, 2, 2, 1),
+    ],
     ids=str,
 )
 def test_shifted_tiles(attend, rule, head_dim, programs, stages, group):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from attention_cases import check_training
-from stof_compile.kernels import attention_hopper
+from stof_compile.kernels import hopper_forms
 from stof_compile.kernels.attention_blockwise import BlockConfig, configs
 from stof_compile.kernels.limits import shared_memory_limit
 
@@ -249,16 +249,16 @@ def test_compiles_without_spills(features, dtype):
     constants = {
         "MULT": 0.18,
         "BLOCK_D": 128,
-        "KEY_TILES": attention_hopper.SHARED_KEYS,
-        "VALUE_TILES": attention_hopper.SHARED_VALUES,
+        "KEY_TILES": hopper_forms.SHARED_KEYS,
+        "VALUE_TILES": hopper_forms.SHARED_VALUES,
         "GROUP": 4 if everything else 1,
         "SINGLE_PLANE": not everything,
         "HAS_PART": features.get("HAS_PART", True),
         "RETURN_LSE": everything,
-        "CONSUMER": attention_hopper.SHARED_CONSUMER,
-        "PRODUCER": attention_hopper.SHARED_PRODUCER,
+        "CONSUMER": hopper_forms.SHARED_CONSUMER,
+        "PRODUCER": hopper_forms.SHARED_PRODUCER,
     }
-    start = attention_hopper.SHARED_REGISTERS
+    start = hopper_forms.SHARED_REGISTERS
     compiled = compile_gluon(
         attention_hopper_shared_kernel, 90, descriptors, constants, maxnreg=start
     )

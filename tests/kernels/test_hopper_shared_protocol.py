@@ -17,6 +17,7 @@ from gluon_values import OnGpu, value
 from hopper_attention import check, launches, operands
 from stof_compile.kernels import (
     attention_hopper,
+    hopper_forms,
     hopper_shared_kernel,
     hopper_shared_loads,
     hopper_units,
@@ -51,7 +52,7 @@ def attend(monkeypatch):
         heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
 
         def launch(kernel, programs, arguments, constants, options):
-            assert options["maxnreg"] == attention_hopper.SHARED_REGISTERS == 128
+            assert options["maxnreg"] == hopper_forms.SHARED_REGISTERS == 128
             assert options["num_warps"] == 4
             out, lse = arguments[3].base, arguments[5]
             for tensor in (out, lse) if return_lse else (out,):

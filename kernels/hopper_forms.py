@@ -1,0 +1,132 @@
+"""Forms of the Hopper attention kernels: tiles, programs, rings, registers."""
+
+from .problem import next_power_of_two
+
+TILE = 64
+SHORT = 32  # keys of a short tile, of those that are shifted
+SHIFTED_DIMS = 128  # of a head at most, where tiles are shifted
+PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
+SHARED_ROWS = 192  # of a tile, where three consumers share its keys
+# Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
+# The compiler takes them from the producer warp and gives them to the consumers.
+_REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
+# The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
+# multiprocessor to itself, and of its consumers.
+PAIR_REGISTERS, PAIR_CONSUMER = 168, 232
+# Of the program of three consumers that share keys (hopper_shared_kernel.py), which has 512 threads
+# and a multiprocessor to itself: tiles of keys and of values in flight, registers of a thread at
+# the start, then of consumers and of the producer.
+SHARED_KEYS, SHARED_VALUES = 4, 3
+SHARED_REGISTERS, SHARED_CONSUMER, SHARED_PRODUCER = 128, 152, 56
+TILES = {128: (TILE, TILE), 256: (TILE, PAIR_KEYS), 384: (SHARED_ROWS, TILE)}  # by mask words
+# (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys,
+# no next keys where they do not fit) by the width of a head.
+_FORMS = {
+    64: ((4, 2),),
+    80: ((3, 2), (2, 3)),
+    96: ((3, 2), (2, 3)),
+    128: ((2, 2), (3, 1)),
+    144: ((2, 2),),
+    160: ((2, 2),),
+    192: ((2, 1),),
+    256: ((2, 1),),
+}
+
+
+def form_refusal(
+    tile: tuple[int, int], programs: int, stages: int, head_dim: int, *, shifted: bool = False
+) -> str | None:
+    """Why there is no form with these numbers, None where there is one.
+
+    Args:
+        tile: its (rows, keys). programs: per multiprocessor. stages: pairs of tiles in flight.
+        shifted: whether tiles begin where their keys do.
+    """
+    name = "x".join(map(str, tile))
+    if tile not in TILES.values():
+        known = ", ".join("x".join(map(str, one)) for one in sorted(TILES.values()))
+        return f"tiles are one of {known}, not {name}"
+    sizes = sorted(_REGISTERS) if tile == (TILE, TILE) else [1]
+    if programs not in sizes:
+        return f"with tiles of {name} programs must be one of {sizes}, not {programs}"
+    if stages < 1:
+        return f"stages must be at least 1, not {stages}"
+    if shifted and tile != (TILE, TILE):
+        return f"shifted tiles are {TILE} x {TILE}, not {tile[0]} x {tile[1]}"
+    if shifted and head_dim > SHIFTED_DIMS:
+        return f"with shifted tiles heads have up to {SHIFTED_DIMS} dims, not {head_dim}"
+    rings: tuple[int, ...] = (2, 4) if head_dim <= 64 else (2,)
+    if tile == (TILE, TILE):
+        if head_dim > 128 and programs > 2:
+            return f"with heads of over 128 dims programs are at most 2, not {programs}"
+        return None
+    if head_dim > 128:
+        return f"with tiles of {name} heads have up to 128 dims, not {head_dim}"
+    if tile[0] == SHARED_ROWS:
+        if head_dim <= 64:
+            return f"with tiles of {name} heads have over 64 dims, not {head_dim}"
+        rings = (SHARED_KEYS,)
+    if stages not in rings:
+        return f"with tiles of {name} stages must be one of {rings}, not {stages}"
+    return None
+
+
+def hopper_forms(
+    head_dim: int, *, pairs: bool = False, shared: bool = False
+) -> list[tuple[int, int, int, int]]:
+    """(rows and keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth
+    timing.
+
+    Args:
+        pairs: whether tiles of 128 keys hold little more than those of 64 do.
+        shared: whether those of 192 rows do.
+    """
+    width = sum(widths(head_dim, 2))
+    found = [(TILE, TILE, programs, stages) for programs, stages in _FORMS[width]]
+    if shared and width == 128:
+        found = [(SHARED_ROWS, TILE, 1, SHARED_KEYS), *found]
+    return [(TILE, PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
+
+
+def widths(head_dim: int, programs: int) -> tuple[int, int]:
+    """Widths of the products that make up a head dim: a power of two, and one for the rest or 0.
+
+    96 as 64 and 32 takes three quarters of 128, and a third worker fits a multiprocessor; 128 as
+    two halves fits a third one's registers. Over 128 a product has as many columns at most: 256 of
+    them in one take more registers than the compiler has.
+    """
+    if head_dim > 128:
+        return 128, max(16, next_power_of_two(head_dim - 128))
+    if head_dim <= 64 or (head_dim > 96 and programs < 3):
+        return next_power_of_two(head_dim), 0
+    return 64, 16 if head_dim <= 80 else 32 if head_dim <= 96 else 64
+
+
+def registers_of(programs: int, width: int) -> int:
+    """Registers a thread starts with; heads of over 192 dims take all there are."""
+    return 128 if width > 192 else _REGISTERS[programs]
+
+
+def without_spills(programs: int, stages: int, split: bool, return_lse: bool) -> tuple[int, int]:
+    """(programs, stages) that are launched: four programs lack the registers for pieces of long
+    rows and a log-sum-exp in one kernel, three have them."""
+    return (3, 3) if programs == 4 and split and return_lse else (programs, stages)
+
+
+def ring(stages: int, width: int) -> int:
+    """Tiles of keys and values a program holds: pairs, or a pair and the next keys, where these
+    fit.
+
+    Args:
+        width: of a head.
+    """
+    return max(2 * stages, 3 if width <= 192 else 2)
+
+
+def query_slots(width: int, programs: int) -> int:
+    """Query tiles a program holds: two, so that the next one is there, where memory allows it.
+
+    Args:
+        width: of a head.
+    """
+    return 1 if width * programs > 288 else 2

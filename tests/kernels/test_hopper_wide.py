@@ -1,0 +1,170 @@
+"""The Hopper kernel for heads of over 128 dims: which problems get it, what it compiles to, and its
+results on the GPU. Its protocol with a ring of two is in ``test_hopper_protocol.py``."""
+
+from itertools import product
+
+import pytest
+import torch
+from attention_cases import check_training
+from hopper_attention import check_on_gpu, short_rules
+from stof_compile.kernels.attention_blockwise import BlockConfig, configs
+from stof_compile.kernels.attention_hopper import attention_hopper_forward
+from stof_compile.kernels.attention_hopper_backward import hopper_gradient_refusal
+from stof_compile.kernels.hopper_forms import (
+    form_refusal,
+    query_slots,
+    registers_of,
+    ring,
+    widths,
+)
+from stof_compile.kernels.limits import shared_memory_limit
+
+from stof_compile import masks
+from stof_compile.attention.call import with_shifted_tiles
+from stof_compile.masks.block_mask import build_block_mask
+
+pytest.importorskip("triton.experimental.gluon")
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+HOPPER = (9, 0)
+BIG = {"q_len": 2048, "planes": 192, "plain": True}
+DIMS = [136, 160, 192, 200, 256]
+
+
+# -- choice ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_offered_first_in_tiles_of_the_grid(head_dim, dtype):
+    asked = {"pairs": True, "shared": True, "shifted": True, **BIG}
+    found = [config for config in configs(head_dim, dtype, HOPPER, **asked) if config.hopper]
+    assert found == [BlockConfig(num_stages=1 if head_dim > 160 else 2, hopper=2)]
+    assert configs(head_dim, dtype, HOPPER, **BIG)[0].hopper
+    assert not configs(head_dim, dtype, HOPPER, **{**BIG, "q_len": 256})[0].hopper
+
+
+def test_gradients_are_the_portable_kernel_s():
+    given = {"plain": True, "tile": (64, 64), "grouped_planes": False}
+    assert hopper_gradient_refusal(128, 128, HALF, HOPPER, 4096, **given) is None
+    assert "up to 128, not 136" in hopper_gradient_refusal(136, 136, HALF, HOPPER, 4096, **given)
+
+
+@pytest.mark.parametrize(
+    ("tile", "programs", "stages", "shifted", "message"),
+    [
+        ((64, 64), 3, 1, False, "programs are at most 2, not 3"),
+        ((64, 64), 2, 1, True, "up to 128 dims, not 192"),
+        ((64, 128), 1, 2, False, "up to 128 dims, not 192"),
+        ((192, 64), 1, 4, False, "up to 128 dims, not 192"),
+    ],
+)
+def test_forms_that_are_not_there_are_refused(tile, programs, stages, shifted, message):
+    assert form_refusal(tile, programs, stages, 128, shifted=shifted) is None
+    assert message in form_refusal(tile, programs, stages, 192, shifted=shifted)
+
+
+def test_calls_by_hand_keep_the_tiles_of_the_grid():
+    mask = build_block_mask(masks.sliding_window(45), 2048, 2048, 64)
+    config = tuple(BlockConfig(num_stages=1, hopper=2))
+    assert with_shifted_tiles(mask, config, 192) == config != with_shifted_tiles(mask, config, 128)
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("head_dim", [144, 160, 192, 256])
+@pytest.mark.parametrize(("dtype", "whole"), [*product(["fp16", "bf16"], [False, True])])
+@pytest.mark.parametrize("has_part", [False, True])
+def test_compiles(head_dim, dtype, whole, has_part):
+    """Whole: with planes, groups, a log-sum-exp and long rows in pieces. Of 256 dims a thread then
+    puts some numbers of a unit away while it is in the loop over tiles."""
+    from compiling import compile_gluon, needs
+    from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
+    from triton.experimental.gluon import language as gl
+
+    programs, stages = 2, 1 if head_dim > 160 else 2
+    block_d, tail_d = widths(head_dim, programs)
+    types = {"word_desc": f"tensordesc<i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}>"}
+    for name in "qkvo":
+        for what, columns in ((name, block_d), (f"{name}_tail", tail_d)):
+            layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
+            types[f"{what}_desc"] = f"tensordesc<{dtype}[1, 1, 64, {columns}],{layout!r}>"
+    for name in ("k_short", "v_short", "k_short_tail", "v_short_tail"):
+        types[f"{name}_desc"] = "i32"
+    constants = {
+        "MULT": 0.18,
+        "BLOCK_D": block_d,
+        "TAIL_D": tail_d,
+        "RING": ring(stages, block_d + tail_d),
+        "Q_SLOTS": query_slots(block_d + tail_d, programs),
+        "GROUP": 4 if whole else 1,
+        "SINGLE_PLANE": not whole,
+        "HAS_PART": has_part,
+        "RETURN_LSE": whole,
+        "SPLIT": whole,
+        "SHIFTED": False,
+    }
+    registers = registers_of(programs, block_d + tail_d)
+    compiled = compile_gluon(attention_hopper_kernel, 90, types, constants, maxnreg=registers)
+    found = needs(compiled, 90)
+    assert found.spill_bytes <= (32 if head_dim == 256 and whole else 0)
+    assert found.registers * 256 * programs <= 65536
+    # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
+    assert (found.shared_bytes + 1024) * programs <= 228 * 1024
+    assert found.shared_bytes <= shared_memory_limit(HOPPER)
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def on_hopper():
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [*short_rules(), "causal"])
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize(("group", "dtype", "pieces"), [(1, HALF, 1), (3, BRAIN, 1), (1, HALF, 3)])
+@pytest.mark.parametrize("programs", [1, 2])
+def test_gpu(rule, head_dim, group, dtype, pieces, programs):
+    device = on_hopper()
+    batch, heads, q_len, k_len = 2, 3, 330, 400
+    spec = {"causal": masks.causal(), **short_rules()}[rule]
+    mask = build_block_mask(spec, q_len, k_len, 64, batch=batch, heads=heads, device=device)
+    heavy = 2 if pieces > 1 else mask.heavy_rows
+    arrays = mask.hopper_tensors
+
+    def attend(q, k, v, return_lse):
+        numbers = head_dim**-0.5, programs, 1, heavy, pieces, mask.uneven, return_lse
+        return attention_hopper_forward(q, k, v, arrays, *numbers)
+
+    shape = batch, heads, q_len, k_len, head_dim
+    check_on_gpu(attend, mask, shape, heads // group, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("rule", ["longformer", "planes"])
+def test_gpu_sparse_attention_takes_it_and_trains(head_dim, rule, fresh_dynamo):
+    """Gradients are the portable kernel's, behind tiles of 64 x 64 in fragments."""
+    from stof_compile import sparse_attention
+
+    device, length, heads = on_hopper(), 1500, 12
+    spec = masks.longformer(window=45, global_tokens=45)
+    if rule == "planes":
+        keep = torch.rand(1, heads, length, length, device=device) < 0.3
+        keep[:, :, 64:128, :320] = False
+        spec = masks.from_tensor(keep)
+    leaves = torch.randn(3, 8, heads, length, head_dim, device=device, dtype=BRAIN).unbind()
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    planes = 8 * heads
+    assert configs(head_dim, BRAIN, HOPPER, q_len=length, planes=planes, plain=True)[0].hopper
+    mask = build_block_mask(spec, length, length, 64, batch=8, heads=heads, device=device)
+    keep = mask.to_dense()[:1]
+    check_training(
+        lambda q, k, v: sparse_attention(q, k, v, spec, scale=0.125), leaves, keep, (slice(1),)
+    )
