@@ -2,7 +2,7 @@
 
 The same function, mask storage and operator as ``attention_blockwise.py``; a ``BlockConfig`` with
 ``hopper`` set chooses it. It takes tiles of 64 x 64, of 64 x 128 two tile rows at a time
-(``hopper_pair_kernel.py``), or of 192 queries that share 64 keys
+(``hopper_pair_kernel.py``), or of 192 or 128 queries that share 64 keys
 (``hopper_shared_kernel.py``), and reads the mask of part tiles as fragments
 (``BlockMask.fragments``) in place of the bitmap.
 """
@@ -19,18 +19,14 @@ from .hopper_forms import (
     PAIR_CONSUMER,
     PAIR_KEYS,
     PAIR_REGISTERS,
-    SHARED_CONSUMER,
-    SHARED_KEYS,
-    SHARED_PRODUCER,
-    SHARED_REGISTERS,
-    SHARED_VALUES,
+    SHARED,
     SHORT,
     TILE,
-    TILES,
     form_refusal,
     query_slots,
     registers_of,
     ring,
+    tile_of,
     widths,
     without_spills,
 )
@@ -140,11 +136,12 @@ def attention_hopper_forward(
         v: like k.
         mask: ``BlockMask.hopper_tensors``, with fragments, int32 [tiles, rows * keys / 32], in
             place of the bitmap: tiles of 64 x 64, of 64 x 128 with rows ordered by pairs, or of 192
-            x 64 with kinds in their numbers.
+            x 64 (heads of over 128 dims: 128 x 64) with kinds in their numbers.
         scale: factor of the dot products, positive.
         programs: per multiprocessor, 1 to 4; 1 with tiles other than 64 x 64.
         stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
-            128 keys 2, or 4 up to head dim 64; with those of 192 rows 4: keys of 4, values of 3.
+            128 keys 2, or 4 up to head dim 64; with those of 192 rows 4: keys of 4, values of 3;
+            with those of 128 rows 2.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.
@@ -171,7 +168,7 @@ def attention_hopper_forward(
     from .hopper_pair_kernel import attention_hopper_pair_kernel
     from .hopper_shared_kernel import attention_hopper_shared_kernel
 
-    tile = TILES.get(arrays.bitmap.shape[-1], (TILE, TILE))
+    tile = tile_of(arrays.bitmap.shape[-1], q.shape[-1]) or (TILE, TILE)
     keys = tile[1]
     pairs = keys == PAIR_KEYS  # tile rows two at a time
     shared = tile[0] > TILE
@@ -243,10 +240,10 @@ def attention_hopper_forward(
             constants = {**first, "STAGES": stages, **of_mask, "REGISTERS": PAIR_CONSUMER}
             kernel = attention_hopper_pair_kernel
         elif shared:
-            registers = SHARED_REGISTERS
-            rings = {"KEY_TILES": SHARED_KEYS, "VALUE_TILES": SHARED_VALUES}
-            of_threads = {"CONSUMER": SHARED_CONSUMER, "PRODUCER": SHARED_PRODUCER}
-            constants = {**first, **rings, **of_mask, **of_threads}
+            form = SHARED[tile[0]]
+            registers = form.registers
+            of_threads = {"CONSUMER": form.consumer, "PRODUCER": form.producer}
+            constants = {**first, **form.constants(), **of_mask, **of_threads}
             kernel = attention_hopper_shared_kernel
         else:
             registers = registers_of(programs, block_d + tail_d)

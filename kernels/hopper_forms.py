@@ -1,24 +1,53 @@
 """Forms of the Hopper attention kernels: tiles, programs, rings, registers."""
 
+from typing import NamedTuple
+
 from .problem import next_power_of_two
+
+
+class SharedForm(NamedTuple):
+    """A program of consumers that share keys (hopper_shared_kernel.py), which has a multiprocessor
+    to itself."""
+
+    consumers: int  # with 64 queries of a tile each
+    key_tiles: int  # in flight
+    value_tiles: int
+    query_slots: int  # for the query tiles of a unit
+    registers: int  # of a thread at the start
+    consumer: int  # then of consumers
+    producer: int
+    fewest_dims: int  # of a head
+    most_dims: int
+
+    def suits(self, width: int) -> bool:
+        """Whether it takes heads of this width; those of up to 96 have better forms."""
+        return max(97, self.fewest_dims) <= width <= self.most_dims
+
+    def constants(self) -> dict[str, int]:
+        """Of the kernel, in its order."""
+        return {
+            "KEY_TILES": self.key_tiles,
+            "VALUE_TILES": self.value_tiles,
+            "CONSUMERS": self.consumers,
+            "Q_SLOTS": self.query_slots,
+        }
+
 
 TILE = 64
 SHORT = 32  # keys of a short tile, of those that are shifted
 SHIFTED_DIMS = 128  # of a head at most, where tiles are shifted
 PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
-SHARED_ROWS = 192  # of a tile, where three consumers share its keys
 # Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
 # The compiler takes them from the producer warp and gives them to the consumers.
 _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
 # multiprocessor to itself, and of its consumers.
 PAIR_REGISTERS, PAIR_CONSUMER = 168, 232
-# Of the program of three consumers that share keys (hopper_shared_kernel.py), which has 512 threads
-# and a multiprocessor to itself: tiles of keys and of values in flight, registers of a thread at
-# the start, then of consumers and of the producer.
-SHARED_KEYS, SHARED_VALUES = 4, 3
-SHARED_REGISTERS, SHARED_CONSUMER, SHARED_PRODUCER = 128, 152, 56
-TILES = {128: (TILE, TILE), 256: (TILE, PAIR_KEYS), 384: (SHARED_ROWS, TILE)}  # by mask words
+SHARED = {  # by rows of a tile
+    192: SharedForm(3, 4, 3, 2, 128, 152, 56, fewest_dims=65, most_dims=128),
+    128: SharedForm(2, 2, 2, 1, 168, 232, 40, fewest_dims=193, most_dims=256),
+}
+_TILES = ((TILE, TILE), (TILE, PAIR_KEYS), *((rows, TILE) for rows in SHARED))
 # (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys,
 # no next keys where they do not fit) by the width of a head.
 _FORMS = {
@@ -33,6 +62,13 @@ _FORMS = {
 }
 
 
+def tile_of(words: int, head_dim: int) -> tuple[int, int] | None:
+    """(rows, keys) of a tile with so many mask words, None where there is none."""
+    if words == 256:
+        return (TILE, PAIR_KEYS) if head_dim <= 128 else (128, TILE)
+    return {128: (TILE, TILE), 384: (192, TILE)}.get(words)
+
+
 def form_refusal(
     tile: tuple[int, int], programs: int, stages: int, head_dim: int, *, shifted: bool = False
 ) -> str | None:
@@ -43,8 +79,8 @@ def form_refusal(
         shifted: whether tiles begin where their keys do.
     """
     name = "x".join(map(str, tile))
-    if tile not in TILES.values():
-        known = ", ".join("x".join(map(str, one)) for one in sorted(TILES.values()))
+    if tile not in _TILES:
+        known = ", ".join("x".join(map(str, one)) for one in sorted(_TILES))
         return f"tiles are one of {known}, not {name}"
     sizes = sorted(_REGISTERS) if tile == (TILE, TILE) else [1]
     if programs not in sizes:
@@ -60,12 +96,14 @@ def form_refusal(
         if head_dim > 128 and programs > 2:
             return f"with heads of over 128 dims programs are at most 2, not {programs}"
         return None
-    if head_dim > 128:
+    shared = SHARED.get(tile[0])
+    if head_dim > (shared.most_dims if shared else 128):
         return f"with tiles of {name} heads have up to 128 dims, not {head_dim}"
-    if tile[0] == SHARED_ROWS:
-        if head_dim <= 64:
-            return f"with tiles of {name} heads have over 64 dims, not {head_dim}"
-        rings = (SHARED_KEYS,)
+    if shared is not None:
+        if head_dim < shared.fewest_dims:
+            fewest = shared.fewest_dims - 1
+            return f"with tiles of {name} heads have over {fewest} dims, not {head_dim}"
+        rings = (shared.key_tiles,)
     if stages not in rings:
         return f"with tiles of {name} stages must be one of {rings}, not {stages}"
     return None
@@ -79,12 +117,19 @@ def hopper_forms(
 
     Args:
         pairs: whether tiles of 128 keys hold little more than those of 64 do.
-        shared: whether those of 192 rows do.
+        shared: whether those of rows that share keys do.
     """
     width = sum(widths(head_dim, 2))
     found = [(TILE, TILE, programs, stages) for programs, stages in _FORMS[width]]
-    if shared and width == 128:
-        found = [(SHARED_ROWS, TILE, 1, SHARED_KEYS), *found]
+    if shared:
+        found = [
+            *(
+                (rows, TILE, 1, form.key_tiles)
+                for rows, form in SHARED.items()
+                if form.suits(width)
+            ),
+            *found,
+        ]
     return [(TILE, PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
 
 

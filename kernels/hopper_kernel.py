@@ -300,8 +300,9 @@ def attention_hopper_kernel(
     for i in gl.static_range(pairs):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    for i in gl.static_range(given_back):
         mbarrier.init(kv_empty.index(i), count=1)
+    if RING == 2:
+        mbarrier.init(kv_empty.index(1), count=1)
     fence_async_shared()
     gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
     gdc_launch_dependents()

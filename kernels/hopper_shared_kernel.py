@@ -31,10 +31,12 @@ from .hopper_registers import (
     kept_scores,
     octet_layout,
     reciprocal,
+    rescaled,
+    weighed,
     weighed_and_wide_scaled,
     without,
 )
-from .hopper_shared_loads import CONSUMERS, NONE, PART, SLOTS, kind_of, produce_shared
+from .hopper_shared_loads import NONE, PART, kind_of, produce_shared
 from .hopper_transfers import WORDS, barrier_of_threads, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
@@ -44,10 +46,11 @@ from .softmax import LN2
 def consume_shared(
     o_desc, lse,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-    q_full, q_empty, k_full, v_full, v_empty,
+    q_full, q_empty, k_full, v_full, k_empty, v_empty,
     heads, q_len, ROW: gl.constexpr,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, KEY_TILES: gl.constexpr,
-    VALUE_TILES: gl.constexpr, RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
+    VALUE_TILES: gl.constexpr, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    RETURN_LSE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """Attend with the queries ROW * 64 and on of every unit."""
     dtype: gl.constexpr = o_desc.dtype
@@ -68,8 +71,8 @@ def consume_shared(
     before = 0
     going = 1
     while going > 0:
-        q_slot = turn % SLOTS
-        mbarrier.wait(q_full.index(q_slot), (turn // SLOTS) & 1)
+        q_slot = turn % Q_SLOTS
+        mbarrier.wait(q_full.index(q_slot), (turn // Q_SLOTS) & 1)
         unit = unit_bufs.index(q_slot).load(everywhere)
         count = gl.sum(gl.where(field == 0, unit, 0), 0)
         going = gl.sum(gl.where(field == 5, unit, 0), 0)
@@ -78,7 +81,9 @@ def consume_shared(
             offset = gl.full([ROWS, 4], NO_OFFSET, gl.float32, own_rows)
             total = gl.zeros([ROWS, 4], gl.float32, own_rows)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, result)
-            leaving = turn > 0  # the result of the last unit, from the other slot
+            leaving = False
+            if Q_SLOTS == 2:
+                leaving = turn > 0  # the result of the last unit, from the other slot
             held = False  # the values of the tile before
             barrier_of_threads()  # here, or the compiler puts one into the loop
             for _ in range(0, count):
@@ -91,6 +96,8 @@ def consume_shared(
                     mbarrier.wait(v_full.index(v_slot), v_phase)
                     barrier_of_threads()  # all have read what the tile is
                     mbarrier.arrive(v_empty.index(v_slot), count=1)
+                    if KEY_TILES == VALUE_TILES:
+                        mbarrier.arrive(k_empty.index(k_slot), count=1)
                     barrier_of_threads()  # here, or the compiler puts one before each tile
                     held = False
                 else:
@@ -100,11 +107,12 @@ def consume_shared(
                     # given back while a product runs, which hides the barriers
                     mbarrier.arrive(v_empty.index(before), count=1, pred=held)
                     barrier_of_threads()
-                    if leaving:
-                        tma.store_wait(0)
-                        mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
-                        leaving = False
-                        barrier_of_threads()  # here, or the compiler puts one behind
+                    if Q_SLOTS == 2:  # noqa: SIM102  (known to the compiler, the next one is not)
+                        if leaving:
+                            tma.store_wait(0)
+                            mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
+                            leaving = False
+                            barrier_of_threads()  # here, or the compiler puts one behind
                     if HAS_PART:  # read while the product runs; not used on full tiles
                         words = word_bufs.index(k_slot * CONSUMERS + ROW).reshape([4, 8, 4])
                         words = words.load(word_layout)
@@ -116,15 +124,22 @@ def consume_shared(
                             s = kept_scores(s, words)
 
                     # -- online softmax ----
-                    p, offset, total, acc = weighed_and_wide_scaled(
-                        s, offset, total, acc, MULT, dtype
-                    )
+                    if BLOCK_D == 2 * ROWS:
+                        p, offset, total, acc = weighed_and_wide_scaled(
+                            s, offset, total, acc, MULT, dtype
+                        )
+                    else:
+                        p, offset, total, alpha = weighed(s, offset, total, MULT, dtype)
+                        acc = rescaled(acc, alpha, BLOCK_D)
 
                     # -- values ----
                     p = gl.convert_layout(p, weights, assert_trivial=True)
                     mbarrier.wait(v_full.index(v_slot), v_phase)
                     v_tile = v_bufs.index(v_slot).reshape([ROWS, BLOCK_D])
                     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+                    if KEY_TILES == VALUE_TILES:
+                        mbarrier.arrive(k_empty.index(k_slot), count=1)
+                        barrier_of_threads()
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     held = True
                     before = v_slot
@@ -136,9 +151,10 @@ def consume_shared(
                 v_slot = gl.where(v_slot == VALUE_TILES, 0, v_slot)
 
             mbarrier.arrive(v_empty.index(before), count=1, pred=held)
-            if leaving:  # rows without keys
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
+            if Q_SLOTS == 2:  # noqa: SIM102
+                if leaving:  # rows without keys
+                    tma.store_wait(0)
+                    mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
 
             # -- result ----
             unit = unit_bufs.index(q_slot).load(everywhere)  # once more, for want of registers
@@ -159,6 +175,9 @@ def consume_shared(
                 q_row = row * ROWS + gl.arange(0, ROWS, layout=result_rows)
                 lse_row = lse + (b * heads + h).to(gl.int64) * q_len
                 gl.store(lse_row + q_row, log_sum, mask=q_row < q_len)
+            if Q_SLOTS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(0), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -176,15 +195,16 @@ def attention_hopper_shared_kernel(
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, last_heads,
     MULT: gl.constexpr, BLOCK_D: gl.constexpr, KEY_TILES: gl.constexpr,
-    VALUE_TILES: gl.constexpr, GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr,
+    VALUE_TILES: gl.constexpr, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr,
     HAS_PART: gl.constexpr, RETURN_LSE: gl.constexpr, CONSUMER: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A worker; the grid is as many as the GPU holds at once. CONSUMER and PRODUCER are registers
     of their threads."""
-    gl.static_assert(VALUE_TILES < KEY_TILES, "keys are given back with the values")
+    gl.static_assert(VALUE_TILES <= KEY_TILES, "keys are given back with the values at the latest")
     q_bufs = gl.allocate_shared_memory(
-        q_desc.dtype, [CONSUMERS * SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout
+        q_desc.dtype, [CONSUMERS * Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout
     )
     k_bufs = gl.allocate_shared_memory(
         k_desc.dtype, [KEY_TILES, 1, 1, ROWS, BLOCK_D], k_desc.layout
@@ -196,15 +216,20 @@ def attention_hopper_shared_kernel(
         gl.int32, [CONSUMERS * KEY_TILES, 1, WORDS], word_desc.layout
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    unit_bufs = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], plain)
+    unit_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
     kind_bufs = gl.allocate_shared_memory(gl.int32, [KEY_TILES, 8], plain)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [VALUE_TILES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [VALUE_TILES, 1], barrier)
-    for i in gl.static_range(SLOTS):
+    k_empty = v_empty  # given back with the values
+    if KEY_TILES == VALUE_TILES:
+        k_empty = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
+        for i in gl.static_range(KEY_TILES):
+            mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(KEY_TILES):
@@ -216,45 +241,88 @@ def attention_hopper_shared_kernel(
     gdc_wait()  # of the kernel before (overlap.py); nothing above touches global memory
     gdc_launch_dependents()
     # as they are: constants would be lost on their way through a list
-    gl.warp_specialize(
-        [
-            (
-                consume_shared,
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, v_full, v_empty, heads, q_len,
-                    0, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, RETURN_LSE, HAS_PART,
+                    consume_shared,
+                    (
+                        o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty, heads, q_len,
+                        0, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        RETURN_LSE, HAS_PART,
+                    ),
                 ),
-            ),
-            (
-                consume_shared,
                 (
-                    o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, v_full, v_empty, heads, q_len,
-                    1, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, RETURN_LSE, HAS_PART,
+                    consume_shared,
+                    (
+                        o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty, heads, q_len,
+                        1, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        RETURN_LSE, HAS_PART,
+                    ),
                 ),
-            ),
-            (
-                consume_shared,
                 (
-                    o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, v_full, v_empty, heads, q_len,
-                    2, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, RETURN_LSE, HAS_PART,
+                    produce_shared,
+                    (
+                        q_desc, k_desc, v_desc, word_desc,
+                        q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty,
+                        queue, plane_map, plane_stride_b, plane_stride_h,
+                        row_ptr, full_start, col_idx, bitmap_id, row_order,
+                        batch_heads, heads, rows, heavy_rows, last_heads,
+                        BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        GROUP, SINGLE_PLANE, HAS_PART,
+                    ),
                 ),
-            ),
-            (
-                produce_shared,
+            ],
+            [4, 1],
+            [CONSUMER, PRODUCER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
                 (
-                    q_desc, k_desc, v_desc, word_desc,
-                    q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-                    q_full, q_empty, k_full, v_full, v_empty,
-                    queue, plane_map, plane_stride_b, plane_stride_h,
-                    row_ptr, full_start, col_idx, bitmap_id, row_order,
-                    batch_heads, heads, rows, heavy_rows, last_heads,
-                    BLOCK_D, KEY_TILES, VALUE_TILES, GROUP, SINGLE_PLANE, HAS_PART,
+                    consume_shared,
+                    (
+                        o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty, heads, q_len,
+                        0, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        RETURN_LSE, HAS_PART,
+                    ),
                 ),
-            ),
-        ],
-        [4, 4, 1],
-        [CONSUMER, CONSUMER, PRODUCER],
-    )  # fmt: skip
+                (
+                    consume_shared,
+                    (
+                        o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty, heads, q_len,
+                        1, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        RETURN_LSE, HAS_PART,
+                    ),
+                ),
+                (
+                    consume_shared,
+                    (
+                        o_desc, lse, q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty, heads, q_len,
+                        2, MULT, BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        RETURN_LSE, HAS_PART,
+                    ),
+                ),
+                (
+                    produce_shared,
+                    (
+                        q_desc, k_desc, v_desc, word_desc,
+                        q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
+                        q_full, q_empty, k_full, v_full, k_empty, v_empty,
+                        queue, plane_map, plane_stride_b, plane_stride_h,
+                        row_ptr, full_start, col_idx, bitmap_id, row_order,
+                        batch_heads, heads, rows, heavy_rows, last_heads,
+                        BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
+                        GROUP, SINGLE_PLANE, HAS_PART,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [CONSUMER, CONSUMER, PRODUCER],
+        )  # fmt: skip

@@ -8,8 +8,6 @@ from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
 from .hopper_units import next_number, tile_row, unit_place
 
-CONSUMERS: gl.constexpr = gl.constexpr(3)  # each has 64 of a tile's queries
-SLOTS: gl.constexpr = gl.constexpr(2)  # for the query tiles of a unit
 # What a tile is to a consumer, and where its two bits are in the number of the tile.
 PART: gl.constexpr = gl.constexpr(0)
 NONE: gl.constexpr = gl.constexpr(2)
@@ -43,11 +41,12 @@ def _next_tile(col_idx, bitmap_id, part, start, full, middle):
 def produce_shared(
     q_desc, k_desc, v_desc, word_desc,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
-    q_full, q_empty, k_full, v_full, v_empty,
+    q_full, q_empty, k_full, v_full, k_empty, v_empty,
     queue, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_rows, last_heads,
     BLOCK_D: gl.constexpr, KEY_TILES: gl.constexpr, VALUE_TILES: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SINGLE_PLANE: gl.constexpr, HAS_PART: gl.constexpr,
 ):  # fmt: skip
     """Take units (a tile row of a head) from the queue and load what they need, until it is
@@ -60,6 +59,7 @@ def produce_shared(
     heavy_units = heavy_rows * batch_heads
     turn = 0
     k_slot = 0
+    k_phase = 1
     v_slot = 0
     v_phase = 1
     asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
@@ -79,8 +79,8 @@ def produce_shared(
         )  # fmt: skip
 
         # -- query tiles, with what the consumers have to know ----
-        q_slot = turn % SLOTS
-        mbarrier.wait(q_empty.index(q_slot), ((turn // SLOTS) & 1) ^ 1)
+        q_slot = turn % Q_SLOTS
+        mbarrier.wait(q_empty.index(q_slot), ((turn // Q_SLOTS) & 1) ^ 1)
         unit = gl.where(field == 0, stop - start, gl.where(field == 2, row, 0))
         unit = gl.where(field == 3, b, gl.where(field == 4, h, unit))
         unit_bufs.index(q_slot).store(gl.where(field == 5, valid.to(gl.int32), unit))
@@ -100,6 +100,8 @@ def produce_shared(
             col_then, tile_then, part, full = _next_tile(
                 col_idx, bitmap_id, part, start, full, middle
             )  # fmt: skip
+            if KEY_TILES == VALUE_TILES:
+                mbarrier.wait(k_empty.index(k_slot), k_phase)
             kind_bufs.index(k_slot).store(gl.where(field >= 0, tile, 0))
             barrier_of_threads()  # one lane signals for all that wrote
             arrived = k_full.index(k_slot)
@@ -119,6 +121,7 @@ def produce_shared(
                 mbarrier.expect(arrived, TILE_BYTES)
             tma_load(k_desc, [b, kv, col * ROWS, 0], arrived, k_bufs.index(k_slot))
             k_slot += 1
+            k_phase = gl.where(k_slot == KEY_TILES, k_phase ^ 1, k_phase)
             k_slot = gl.where(k_slot == KEY_TILES, 0, k_slot)
             mbarrier.wait(v_empty.index(v_slot), v_phase)
             arrived = v_full.index(v_slot)

@@ -1,6 +1,7 @@
 """A block mask as the Hopper attention kernels take it.
 
-Tiles of 192 rows have 64 x 64 scores for each of three consumers, which share their keys. What a
+Tiles of 192 or 128 rows have 64 x 64 scores for each of three or two consumers, which share their
+keys. What a
 tile is to consumer i stands in bits 24 + 2 i and 25 + 2 i of its number: 0 part, 1 full, 2 nothing
 of it. Source: ours.
 """
@@ -18,7 +19,7 @@ from stof_compile.masks.row_order import pair_order
 if TYPE_CHECKING:
     from stof_compile.masks.block_mask import BlockMask
 
-HOPPER_TILES = ((64, 64), (64, 128), (192, 64))
+HOPPER_TILES = ((64, 64), (64, 128), (192, 64), (128, 64))
 """(rows, keys) of a tile."""
 KIND_BITS = 24  # below them the row of the bitmap
 _FULL, _NONE = 1, 2

@@ -130,7 +130,7 @@ def bound(config, monkeypatch, **facts):
     [
         (SHARED._replace(hopper=2), r"192x64 programs must be one of \[1\], not 2"),
         (SHARED._replace(num_stages=2), r"192x64 stages must be one of \(4,\), not 2"),
-        (SHARED._replace(block_q=128), "one of 64x64, 64x128, 192x64, not 128x64"),
+        (SHARED._replace(block_q=256), "one of 64x64, 64x128, 128x64, 192x64, not 256x64"),
     ],
     ids=str,
 )
@@ -161,8 +161,10 @@ def test_a_stored_choice_of_it_is_followed():
     assert said(SHARED) == said(BlockConfig(64, 128, 4, 2, hopper=1)) == said(BlockConfig()) == ""
     assert not _impossible(AttentionPlan("block", list(SHARED), "measured", ""), "cuda")
     assert "two edges of a tile, powers of two, and" in said(SHARED._replace(hopper=0))
-    for wrong in ({"block_k": 128}, {"block_q": 128}, {"num_stages": -1}):
-        assert "a Hopper tile of 64 x 64, 64 x 128, 192 x 64, and" in said(SHARED._replace(**wrong))
+    assert said(BlockConfig(128, 64, 4, 2, hopper=1)) == ""
+    known = "a Hopper tile of 64 x 64, 64 x 128, 192 x 64, 128 x 64, and"
+    for wrong in ({"block_k": 128}, {"block_q": 256}, {"num_stages": -1}):
+        assert known in said(SHARED._replace(**wrong))
     assert "none of block" in said((64,))
     row = _impossible(AttentionPlan("row", (192, 64, 4), "measured", ""), "cuda")
     assert "none of row, which has two edges of a tile, powers of two, and" in row
@@ -235,42 +237,43 @@ def test_numbers_without_part_tiles_and_too_many_of_them(monkeypatch):
     [({}, "fp16"), ({"HAS_PART": False}, "bf16"), ({"all": True}, "fp16"), ({"all": True}, "bf16")],
     ids=str,
 )
-def test_compiles_without_spills(features, dtype):
+@pytest.mark.parametrize(("rows", "width"), [(192, 128), (128, 256)])
+def test_compiles_without_spills(features, dtype, rows, width):
     from compiling import assembler_report, compile_gluon, needs
     from stof_compile.kernels.hopper_shared_kernel import attention_hopper_shared_kernel
     from triton.experimental.gluon import language as gl
 
     everything = "all" in features
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    operand = f"tensordesc<{dtype}[1, 1, 64, 128],{layout!r}>"
+    operand = f"tensordesc<{dtype}[1, 1, 64, {width}],{layout!r}>"
+    form = hopper_forms.SHARED[rows]
     descriptors = {f"{name}_desc": operand for name in "qkvo"}
     words = gl.NVMMASharedLayout(0, 32, rank=2)
     descriptors["word_desc"] = f"tensordesc<i32[1, 128],{words!r}>"
     constants = {
         "MULT": 0.18,
-        "BLOCK_D": 128,
-        "KEY_TILES": hopper_forms.SHARED_KEYS,
-        "VALUE_TILES": hopper_forms.SHARED_VALUES,
+        "BLOCK_D": width,
+        **form.constants(),
         "GROUP": 4 if everything else 1,
         "SINGLE_PLANE": not everything,
         "HAS_PART": features.get("HAS_PART", True),
         "RETURN_LSE": everything,
-        "CONSUMER": hopper_forms.SHARED_CONSUMER,
-        "PRODUCER": hopper_forms.SHARED_PRODUCER,
+        "CONSUMER": form.consumer,
+        "PRODUCER": form.producer,
     }
-    start = hopper_forms.SHARED_REGISTERS
+    start = form.registers
     compiled = compile_gluon(
         attention_hopper_shared_kernel, 90, descriptors, constants, maxnreg=start
     )
     found = needs(compiled, 90)
     assert found.spill_bytes == 0
-    assert found.registers * 512 <= 65536
-    consumer, producer = constants["CONSUMER"], constants["PRODUCER"]
-    assert 384 * consumer + 128 * producer <= 512 * start
+    threads = 128 * form.consumers
+    assert found.registers * (threads + 128) <= 65536
+    assert threads * form.consumer + 128 * form.producer <= (threads + 128) * start
     assert found.shared_bytes <= shared_memory_limit(HOPPER)
     text = compiled.asm["ptx"]
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
-    assert re.search(rf"setmaxnreg\.inc\.sync\.aligned\.u32\s+{consumer};", text)
+    assert re.search(rf"setmaxnreg\.inc\.sync\.aligned\.u32\s+{form.consumer};", text)
     said = assembler_report(compiled, 90)
     assert "C75" not in said and "serialized" not in said  # products that wait for each other
 

@@ -27,6 +27,11 @@ from stof_compile.kernels.bound_launch import Descriptor
 # -- registers ------------------------------------------------------------------------------------
 
 
+def weighed(s, offset, total, mult, dtype):
+    p, *told = hopper_attention.weighed(s, offset, total, mult)
+    return value(p), *told
+
+
 def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
     p, own, total, alpha = hopper_attention.weighed(s, offset, total, mult)
     return value(p), own, total, value(acc * alpha[:, :1])
@@ -34,10 +39,12 @@ def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
 
 INSTEAD = {
     **hopper_attention.INSTEAD,
+    "weighed": weighed,
     "weighed_and_wide_scaled": weighed_and_wide_scaled,
 }
 MODULES = hopper_shared_kernel, hopper_shared_loads, hopper_units
 TILE = (192, 64)
+TILES = {72: TILE, 104: TILE, 128: TILE, 200: (128, 64), 256: (128, 64)}  # by head dim
 
 
 # -- a call ---------------------------------------------------------------------------------------
@@ -52,7 +59,7 @@ def attend(monkeypatch):
         heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
 
         def launch(kernel, programs, arguments, constants, options):
-            assert options["maxnreg"] == hopper_forms.SHARED_REGISTERS == 128
+            assert options["maxnreg"] == hopper_forms.SHARED[mask.block_q].registers
             assert options["num_warps"] == 4
             out, lse = arguments[3].base, arguments[5]
             for tensor in (out, lse) if return_lse else (out,):
@@ -61,7 +68,8 @@ def attend(monkeypatch):
             machine = run_kernel(monkeypatch, kernel, MODULES, INSTEAD, programs, *given)
             launched.append((machine, constants))
 
-        numbers = 1, 4, heavy_rows, pieces, mask.uneven, return_lse
+        stages = hopper_forms.SHARED[mask.block_q].key_tiles
+        numbers = 1, stages, heavy_rows, pieces, mask.uneven, return_lse
         with launches(monkeypatch, launch, workers):
             return hopper_attention.hopper_attention(q, k, v, mask, *numbers)
 
@@ -80,17 +88,17 @@ def rules():
         "dense": masks.dense(),
         "sliding": masks.sliding_window(40),
         "bigbird": masks.bigbird(window=24, global_tokens=17, random_fill=0.2),
-        "tiles only": masks.from_tensor(torch.ones(1, 1, 576, 256, dtype=torch.bool)),
+        "tiles only": masks.from_tensor(torch.ones(1, 1, 384, 256, dtype=torch.bool)),
         "planes": masks.from_tensor(planes),
     }
 
 
 @pytest.mark.parametrize("rule", rules())
-@pytest.mark.parametrize(("head_dim", "group"), [(72, 3), (104, 1)], ids=str)
+@pytest.mark.parametrize(("head_dim", "group"), [(72, 3), (104, 1), (200, 1), (256, 3)], ids=str)
 def test_results(rule, head_dim, group, attend):
-    lengths = (576, 256) if rule == "tiles only" else (450, 300)
+    lengths = (384, 256) if rule == "tiles only" else (450, 300)
     q, k, v = operands(2, 3, *lengths, head_dim, group)
-    mask = build_block_mask(rules()[rule], *lengths, TILE, batch=2, heads=3)
+    mask = build_block_mask(rules()[rule], *lengths, TILES[head_dim], batch=2, heads=3)
     check(attend, q, k, v, mask)
     ((machine, constants),) = attend.launched
     assert machine.programs == 3
@@ -98,7 +106,8 @@ def test_results(rule, head_dim, group, attend):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_order_and_any_lists(seed, attend):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_any_order_and_any_lists(seed, head_dim, attend):
     """Tiles of some consumers, of all and of none, so that some run ahead of the others; more units
     than workers, and fewer."""
     draw = np.random.default_rng(seed)
@@ -108,9 +117,10 @@ def test_any_order_and_any_lists(seed, attend):
     keep = tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :q_len, :k_len]
     if draw.random() < 0.5:
         keep = keep & torch.from_numpy(draw.random(keep.shape) < 0.9)
-    mask = build_block_mask(masks.from_tensor(keep), q_len, k_len, TILE, batch=1, heads=2)
+    tile = TILES[head_dim]
+    mask = build_block_mask(masks.from_tensor(keep), q_len, k_len, tile, batch=1, heads=2)
     check(
-        attend, *operands(1, 2, q_len, k_len, 128), mask, seed, int(draw.integers(1, 5)),
+        attend, *operands(1, 2, q_len, k_len, head_dim), mask, seed, int(draw.integers(1, 5)),
         heavy_rows=int(draw.integers(0, 4)), return_lse=bool(draw.integers(2)),
     )  # fmt: skip
 
@@ -166,7 +176,8 @@ def test_a_launch_again_has_the_arguments_of_the_first(tile, monkeypatch):
 
     monkeypatch.setattr(attention_hopper, "_known", {})
     mask = build_block_mask(masks.causal(), 200, 200, tile)
-    q, k, v = operands(1, 1, 200, 200, 128)
+    wide = tile == TILES[256]
+    q, k, v = operands(1, 1, 200, 200, 256 if wide else 128)
     with launches(monkeypatch, launch, 2):
         for _ in range(2):
             numbers = 1, 4 if tile == TILE else 2, 0, 1, False, False

@@ -15,6 +15,7 @@ from stof_compile.kernels.hopper_forms import (
     query_slots,
     registers_of,
     ring,
+    tile_of,
     widths,
 )
 from stof_compile.kernels.limits import shared_memory_limit
@@ -29,6 +30,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 HOPPER = (9, 0)
 BIG = {"q_len": 2048, "planes": 192, "plain": True}
 DIMS = [136, 160, 192, 200, 256]
+SHARED = BlockConfig(128, 64, num_stages=2, hopper=1)
 
 
 # -- choice ---------------------------------------------------------------------------------------
@@ -36,10 +38,13 @@ DIMS = [136, 160, 192, 200, 256]
 
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_offered_first_in_tiles_of_the_grid(head_dim, dtype):
-    asked = {"pairs": True, "shared": True, "shifted": True, **BIG}
-    found = [config for config in configs(head_dim, dtype, HOPPER, **asked) if config.hopper]
-    assert found == [BlockConfig(num_stages=1 if head_dim > 160 else 2, hopper=2)]
+def test_offered_first_in_two_forms(head_dim, dtype):
+    asked = {"pairs": True, "shifted": True, **BIG}
+    alone = BlockConfig(num_stages=1 if head_dim > 160 else 2, hopper=2)
+    both = [SHARED, alone] if head_dim > 192 else [alone]
+    for shared, expected in ((False, [alone]), (True, both)):
+        found = configs(head_dim, dtype, HOPPER, **asked, shared=shared)
+        assert [config for config in found if config.hopper] == expected == found[: len(expected)]
     assert configs(head_dim, dtype, HOPPER, **BIG)[0].hopper
     assert not configs(head_dim, dtype, HOPPER, **{**BIG, "q_len": 256})[0].hopper
 
@@ -62,6 +67,13 @@ def test_gradients_are_the_portable_kernel_s():
 def test_forms_that_are_not_there_are_refused(tile, programs, stages, shifted, message):
     assert form_refusal(tile, programs, stages, 128, shifted=shifted) is None
     assert message in form_refusal(tile, programs, stages, 192, shifted=shifted)
+
+
+def test_two_consumers_share_keys_of_wide_heads_only():
+    assert form_refusal((128, 64), 1, 2, 200) is None
+    assert "over 192 dims, not 192" in form_refusal((128, 64), 1, 2, 192)
+    assert "one of (2,), not 4" in form_refusal((128, 64), 1, 4, 256)
+    assert tile_of(256, 128) == (64, 128) and tile_of(256, 136) == (128, 64)
 
 
 def test_calls_by_hand_keep_the_tiles_of_the_grid():
@@ -129,17 +141,22 @@ def on_hopper():
 @pytest.mark.parametrize("rule", [*short_rules(), "causal"])
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize(("group", "dtype", "pieces"), [(1, HALF, 1), (3, BRAIN, 1), (1, HALF, 3)])
-@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("programs", [0, 1, 2])
 def test_gpu(rule, head_dim, group, dtype, pieces, programs):
+    """Programs of 0: two consumers that share their keys."""
     device = on_hopper()
+    tile = 64 if programs else SHARED[:2]
+    if not programs and (pieces > 1 or head_dim <= 192):
+        pytest.skip("not in this form")
     batch, heads, q_len, k_len = 2, 3, 330, 400
     spec = {"causal": masks.causal(), **short_rules()}[rule]
-    mask = build_block_mask(spec, q_len, k_len, 64, batch=batch, heads=heads, device=device)
+    mask = build_block_mask(spec, q_len, k_len, tile, batch=batch, heads=heads, device=device)
     heavy = 2 if pieces > 1 else mask.heavy_rows
     arrays = mask.hopper_tensors
 
     def attend(q, k, v, return_lse):
-        numbers = head_dim**-0.5, programs, 1, heavy, pieces, mask.uneven, return_lse
+        form = (programs, 1) if programs else (1, SHARED.num_stages)
+        numbers = head_dim**-0.5, *form, heavy, pieces, mask.uneven, return_lse
         return attention_hopper_forward(q, k, v, arrays, *numbers)
 
     shape = batch, heads, q_len, k_len, head_dim
