@@ -66,9 +66,9 @@ class BlockConfig(NamedTuple):
     prefetch: int = 0  # 1: read a column index one tile ahead
     tf32: int = 0  # how fp32 numbers are multiplied, by place in PRECISIONS
     # programs per multiprocessor of the Hopper kernel (attention_hopper.py), 0: the portable one;
-    # it needs 64 x 64 tiles (64 x 128: one program, tile rows two at a time; 192 x 64: one program
-    # of three consumers that share keys) and fragments in place of the bitmap, and reads
-    # num_stages besides
+    # it needs 64 x 64 tiles (64 x 128: one program, tile rows two at a time; 192 or 128 x 64: three
+    # or two consumers that share keys) and fragments in place of the bitmap, and reads num_stages
+    # besides
     hopper: int = 0
     # so many of the heaviest rows of every head come first (Hopper), and are cut into pieces
     heavy_rows: int = 0
@@ -120,7 +120,7 @@ def configs(
         plain: no padding, no bias, no softcap, a positive scale: what the Hopper kernel takes.
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
         pairs: whether tiles of 128 keys hold little more.
-        shared: whether those of 192 rows do.
+        shared: whether those of the form do whose consumers share keys.
         shifted: whether fewer tiles do where they begin with the keys of their rows.
         limits: whether limits of registers hold: not for bands over lengths that are no multiple of
             a tile, see ``_limit``.

@@ -19,13 +19,13 @@ from .hopper_forms import (
     PAIR_CONSUMER,
     PAIR_KEYS,
     PAIR_REGISTERS,
-    SHARED,
     SHORT,
     TILE,
     form_refusal,
     query_slots,
     registers_of,
     ring,
+    shared_form,
     tile_of,
     widths,
     without_spills,
@@ -136,12 +136,13 @@ def attention_hopper_forward(
         v: like k.
         mask: ``BlockMask.hopper_tensors``, with fragments, int32 [tiles, rows * keys / 32], in
             place of the bitmap: tiles of 64 x 64, of 64 x 128 with rows ordered by pairs, or of 192
-            x 64 (heads of over 128 dims: 128 x 64) with kinds in their numbers.
+            or 128 x 64 with kinds in their numbers.
         scale: factor of the dot products, positive.
-        programs: per multiprocessor, 1 to 4; 1 with tiles other than 64 x 64.
+        programs: per multiprocessor, 1 to 4; with other tiles than 64 x 64 what their form has
+            (``hopper_forms.py``).
         stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
-            128 keys 2, or 4 up to head dim 64; with those of 192 rows 4: keys of 4, values of 3;
-            with those of 128 rows 2.
+            128 keys 2, or 4 up to head dim 64; with those of over 64 rows the key tiles of their
+            form.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.
@@ -168,10 +169,10 @@ def attention_hopper_forward(
     from .hopper_pair_kernel import attention_hopper_pair_kernel
     from .hopper_shared_kernel import attention_hopper_shared_kernel
 
-    tile = tile_of(arrays.bitmap.shape[-1], q.shape[-1]) or (TILE, TILE)
+    tile = tile_of(arrays.bitmap.shape[-1], q.shape[-1], programs) or (TILE, TILE)
     keys = tile[1]
     pairs = keys == PAIR_KEYS  # tile rows two at a time
-    shared = tile[0] > TILE
+    shared = shared_form(tile[0], q.shape[-1])
     p = check_problem(q, k, v, arrays, None, None, *tile, fragments=True)
     head_dim = p.head_dim
     heavy_rows = max(0, min(heavy_rows, p.rows))
@@ -201,7 +202,7 @@ def attention_hopper_forward(
         return out.transpose(1, 2), lse
     if p.k_len == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-torch.inf)
-    whole = pairs or shared
+    whole = pairs or shared is not None
     block_d, tail_d = (next_power_of_two(head_dim), 0) if whole else widths(head_dim, programs)
     held = [for_tma(t) for t in (p.q, p.k, p.v)]
     tiled = (*held, out.transpose(1, 2))
@@ -239,11 +240,10 @@ def attention_hopper_forward(
             registers = PAIR_REGISTERS
             constants = {**first, "STAGES": stages, **of_mask, "REGISTERS": PAIR_CONSUMER}
             kernel = attention_hopper_pair_kernel
-        elif shared:
-            form = SHARED[tile[0]]
-            registers = form.registers
-            of_threads = {"CONSUMER": form.consumer, "PRODUCER": form.producer}
-            constants = {**first, **form.constants(), **of_mask, **of_threads}
+        elif shared is not None:
+            registers = shared.registers
+            of_threads = {"CONSUMER": shared.consumer, "PRODUCER": shared.producer}
+            constants = {**first, **shared.constants(), **of_mask, **of_threads}
             kernel = attention_hopper_shared_kernel
         else:
             registers = registers_of(programs, block_d + tail_d)

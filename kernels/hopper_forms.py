@@ -6,29 +6,33 @@ from .problem import next_power_of_two
 
 
 class SharedForm(NamedTuple):
-    """A program of consumers that share keys (hopper_shared_kernel.py), which has a multiprocessor
-    to itself."""
+    """Consumers that share keys (hopper_shared_kernel.py): tiles have 64 keys, and 64 rows for each
+    of them."""
 
-    consumers: int  # with 64 queries of a tile each
+    rows: int  # of a tile
+    programs: int  # per multiprocessor
     key_tiles: int  # in flight
     value_tiles: int
     query_slots: int  # for the query tiles of a unit
     registers: int  # of a thread at the start
     consumer: int  # then of consumers
     producer: int
-    fewest_dims: int  # of a head
-    most_dims: int
+    dims: tuple[int, int]  # of a head, the fewest and the most
+    offered_from: int  # dims; heads of fewer have better forms
+    # Worth timing where its tiles have at most so many times the scores of tiles of 64 x 64:
+    # consumers pass over what only the others have, and wait for them.
+    most_scores: float
 
-    def suits(self, width: int) -> bool:
-        """Whether it takes heads of this width; those of up to 96 have better forms."""
-        return max(97, self.fewest_dims) <= width <= self.most_dims
+    def takes(self, head_dim: int) -> bool:
+        """Whether it takes heads of so many dims."""
+        return self.dims[0] <= head_dim <= self.dims[1]
 
     def constants(self) -> dict[str, int]:
         """Of the kernel, in its order."""
         return {
             "KEY_TILES": self.key_tiles,
             "VALUE_TILES": self.value_tiles,
-            "CONSUMERS": self.consumers,
+            "CONSUMERS": self.rows // TILE,
             "Q_SLOTS": self.query_slots,
         }
 
@@ -43,11 +47,12 @@ _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
 # multiprocessor to itself, and of its consumers.
 PAIR_REGISTERS, PAIR_CONSUMER = 168, 232
-SHARED = {  # by rows of a tile
-    192: SharedForm(3, 4, 3, 2, 128, 152, 56, fewest_dims=65, most_dims=128),
-    128: SharedForm(2, 2, 2, 1, 168, 232, 40, fewest_dims=193, most_dims=256),
-}
-_TILES = ((TILE, TILE), (TILE, PAIR_KEYS), *((rows, TILE) for rows in SHARED))
+SHARED = (
+    SharedForm(192, 1, 4, 3, 2, 128, 152, 56, (65, 128), 97, 1.45),
+    SharedForm(128, 2, 4, 3, 2, 80, 104, 32, (33, 64), 33, 1.2),
+    SharedForm(128, 1, 2, 2, 1, 168, 232, 40, (193, 256), 193, 1.7),
+)
+_TILES = {(TILE, TILE), (TILE, PAIR_KEYS), *((form.rows, TILE) for form in SHARED)}
 # (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys,
 # no next keys where they do not fit) by the width of a head.
 _FORMS = {
@@ -62,11 +67,23 @@ _FORMS = {
 }
 
 
-def tile_of(words: int, head_dim: int) -> tuple[int, int] | None:
+def tile_of(words: int, head_dim: int, programs: int) -> tuple[int, int] | None:
     """(rows, keys) of a tile with so many mask words, None where there is none."""
     if words == 256:
-        return (TILE, PAIR_KEYS) if head_dim <= 128 else (128, TILE)
+        shared = head_dim > 128 or (head_dim <= 64 and programs > 1)
+        return (128, TILE) if shared else (TILE, PAIR_KEYS)
     return {128: (TILE, TILE), 384: (192, TILE)}.get(words)
+
+
+def shared_form(rows: int, head_dim: int) -> SharedForm | None:
+    """The form of tiles with so many rows, None where there is none for these heads."""
+    return next((form for form in SHARED if form.rows == rows and form.takes(head_dim)), None)
+
+
+def offered_form(head_dim: int) -> SharedForm | None:
+    """The form of consumers that share keys that is worth timing for these heads."""
+    fitting = (form for form in SHARED if form.takes(head_dim) and head_dim >= form.offered_from)
+    return next(fitting, None)
 
 
 def form_refusal(
@@ -82,29 +99,29 @@ def form_refusal(
     if tile not in _TILES:
         known = ", ".join("x".join(map(str, one)) for one in sorted(_TILES))
         return f"tiles are one of {known}, not {name}"
-    sizes = sorted(_REGISTERS) if tile == (TILE, TILE) else [1]
-    if programs not in sizes:
-        return f"with tiles of {name} programs must be one of {sizes}, not {programs}"
-    if stages < 1:
-        return f"stages must be at least 1, not {stages}"
     if shifted and tile != (TILE, TILE):
         return f"shifted tiles are {TILE} x {TILE}, not {tile[0]} x {tile[1]}"
     if shifted and head_dim > SHIFTED_DIMS:
         return f"with shifted tiles heads have up to {SHIFTED_DIMS} dims, not {head_dim}"
-    rings: tuple[int, ...] = (2, 4) if head_dim <= 64 else (2,)
+    shared = shared_form(tile[0], head_dim)
+    dims = [(1, 256)] if tile[1] == TILE else [(1, 128)]
+    sizes, rings = [1], (2, 4) if head_dim <= 64 else (2,)
     if tile == (TILE, TILE):
+        sizes, rings = sorted(_REGISTERS), ()
         if head_dim > 128 and programs > 2:
             return f"with heads of over 128 dims programs are at most 2, not {programs}"
-        return None
-    shared = SHARED.get(tile[0])
-    if head_dim > (shared.most_dims if shared else 128):
-        return f"with tiles of {name} heads have up to 128 dims, not {head_dim}"
+    elif tile[0] > TILE:
+        dims = [form.dims for form in SHARED if form.rows == tile[0]]
     if shared is not None:
-        if head_dim < shared.fewest_dims:
-            fewest = shared.fewest_dims - 1
-            return f"with tiles of {name} heads have over {fewest} dims, not {head_dim}"
-        rings = (shared.key_tiles,)
-    if stages not in rings:
+        sizes, rings = [shared.programs], (shared.key_tiles,)
+    if not any(fewest <= head_dim <= most for fewest, most in dims):
+        known = " or ".join(f"{fewest} to {most}" for fewest, most in dims)
+        return f"with tiles of {name} heads have {known} dims, not {head_dim}"
+    if programs not in sizes:
+        return f"with tiles of {name} programs must be one of {sizes}, not {programs}"
+    if stages < 1:
+        return f"stages must be at least 1, not {stages}"
+    if rings and stages not in rings:
         return f"with tiles of {name} stages must be one of {rings}, not {stages}"
     return None
 
@@ -117,19 +134,13 @@ def hopper_forms(
 
     Args:
         pairs: whether tiles of 128 keys hold little more than those of 64 do.
-        shared: whether those of rows that share keys do.
+        shared: whether those of ``offered_form`` do.
     """
     width = sum(widths(head_dim, 2))
     found = [(TILE, TILE, programs, stages) for programs, stages in _FORMS[width]]
-    if shared:
-        found = [
-            *(
-                (rows, TILE, 1, form.key_tiles)
-                for rows, form in SHARED.items()
-                if form.suits(width)
-            ),
-            *found,
-        ]
+    form = offered_form(head_dim) if shared else None
+    if form is not None:
+        found = [(form.rows, TILE, form.programs, form.key_tiles), *found]
     return [(TILE, PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
 
 

@@ -33,6 +33,7 @@ from .hopper_registers import (
     reciprocal,
     rescaled,
     weighed,
+    weighed_and_scaled,
     weighed_and_wide_scaled,
     without,
 )
@@ -126,6 +127,10 @@ def consume_shared(
                     # -- online softmax ----
                     if BLOCK_D == 2 * ROWS:
                         p, offset, total, acc = weighed_and_wide_scaled(
+                            s, offset, total, acc, MULT, dtype
+                        )
+                    elif BLOCK_D == ROWS:
+                        p, offset, total, alpha, acc = weighed_and_scaled(
                             s, offset, total, acc, MULT, dtype
                         )
                     else:

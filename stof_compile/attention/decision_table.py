@@ -25,9 +25,6 @@ TILE, NARROW_TILE = (64, 64), (64, 32)
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
 # Two tile rows at a time save loads, not scores: tiles of PAIR_TILE may hold this much more.
 PAIR_TILE, PAIR_SHARE = (64, 128), 1.15
-# Rows that share keys pass over what only the others have: their tiles may hold this much more.
-SHARED_TILE, SHARED_SHARE = (192, 64), 1.45
-SHARED_WIDE_TILE, SHARED_WIDE_SHARE = (128, 64), 1.7  # of heads of over 192 dims
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -131,6 +128,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         ]
     from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
     from stof_compile.kernels.block_tiles import FEW_PROGRAMS
+    from stof_compile.kernels.hopper_forms import offered_form
 
     widest = max(problem.head_dim, problem.v.shape[3])
     if not kernels_take(problem.q.dtype, widest):
@@ -161,18 +159,18 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     narrow = half and programs >= FEW_PROGRAMS
     narrow = narrow and _tile_area(problem, NARROW_TILE) <= NARROW_SHARE * most
     # with a log-sum-exp they lack a few registers
-    together = half and widest > 96 and not problem.fp8
+    together = half and not problem.fp8
     together = together and attention_blockwise.hopper_pays(
         problem.head_dim, value_dim, problem.q.dtype, capability, programs, plain=problem.plain
     )
-    shared_tile, share = SHARED_TILE, SHARED_SHARE
-    if widest > 192:
-        shared_tile, share = SHARED_WIDE_TILE, SHARED_WIDE_SHARE
-    shared = together and not 128 < widest <= 192
-    shared = shared and _tile_area(problem, shared_tile) <= share * most
-    if shared:
-        shared = kinds_refusal(problem.block_mask(shared_tile).bitmap.shape[0]) is None
-    pairs = together and widest <= 128 and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
+    form = offered_form(problem.head_dim) if together else None
+    shared = False
+    if form is not None:
+        tile = form.rows, TILE[1]
+        shared = _tile_area(problem, tile) <= form.most_scores * most
+        shared = shared and kinds_refusal(problem.block_mask(tile).bitmap.shape[0]) is None
+    pairs = together and 96 < problem.head_dim <= 128
+    pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     on_hopper = half and problem.plain and capability[0] == 9
     shifted = on_hopper and block_mask.shifted_share <= SHIFTED_SHARE
     # whether a tile is full depends on its size, and so does what a loop form may promise

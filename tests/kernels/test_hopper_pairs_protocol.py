@@ -133,7 +133,7 @@ def test_the_groups_ask_for_scores_in_turns(seed, attend):
 def test_what_the_launcher_refuses_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     wide = build_block_mask(masks.causal(), 128, 128, (64, 128))
-    q, k, v = operands(1, 1, 128, 128, 64)
+    q, k, v = operands(1, 1, 128, 128, 128)
 
     def refused(message, mask=wide, programs=1, stages=2, scale=0.125, arrays=None, k=k):
         with pytest.raises(ValueError, match=message):

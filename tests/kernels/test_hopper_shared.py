@@ -25,6 +25,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 HOPPER = (9, 0)
 BIG = {"q_len": 2048, "planes": 192, "plain": True}
 SHARED = BlockConfig(192, 64, 4, 4, hopper=1)
+TWO = BlockConfig(128, 64, 4, 4, hopper=2)  # of them; heads of up to 64 dims
 
 
 # -- choice ---------------------------------------------------------------------------------------
@@ -35,10 +36,13 @@ def sharing(found):
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-@pytest.mark.parametrize("head_dim", [104, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 104, 128])
 def test_offered_first_but_for_two_rows_at_a_time(head_dim, dtype):
     others = configs(head_dim, dtype, HOPPER, **BIG)
-    assert configs(head_dim, dtype, HOPPER, **BIG, shared=True) == [SHARED, *others]
+    form = SHARED if head_dim > 64 else TWO
+    assert configs(head_dim, dtype, HOPPER, **BIG, shared=True) == [form, *others]
+    if head_dim <= 64:
+        return
     both = configs(head_dim, dtype, HOPPER, **BIG, shared=True, pairs=True)
     assert both[0].block_k == 128 and both[1:] == [SHARED, *others]
 
@@ -46,7 +50,6 @@ def test_offered_first_but_for_two_rows_at_a_time(head_dim, dtype):
 @pytest.mark.parametrize(
     "facts",
     [
-        {"head_dim": 64},
         {"head_dim": 80},
         {"head_dim": 96},
         {"shared": False},
@@ -82,7 +85,9 @@ def worth_timing(monkeypatch):
 def test_timed_where_rows_share_most_of_their_keys(worth_timing):
     for rule in (masks.causal(), masks.dense()):
         assert worth_timing(rule) == worth_timing(rule, 104) == [SHARED]
-        assert not worth_timing(rule, 64) and not worth_timing(rule, 96)
+        assert worth_timing(rule, 64) == worth_timing(rule, 40) == [TWO]
+        assert not worth_timing(rule, 96) and not worth_timing(rule, 192)
+        assert [config[:2] for config in worth_timing(rule, 256)] == [(128, 64)]
         assert not worth_timing(rule, padding=True) and not worth_timing(rule, training=True)
         assert not worth_timing(rule, 100) and not worth_timing(rule, fp8=True)
     for rule in (masks.sliding_window(65), masks.longformer(128, 128)):
@@ -90,6 +95,8 @@ def test_timed_where_rows_share_most_of_their_keys(worth_timing):
     assert not worth_timing(masks.sliding_window(64))  # 1.66 times
     assert not worth_timing(masks.bigbird(128, 128, 0.05))  # 1.48 times
     assert not worth_timing(masks.bigbird(45, 45, 0.1))
+    assert not worth_timing(masks.sliding_window(64), 64)  # 1.33 times
+    assert worth_timing(masks.bigbird(64, 64, 0.1), 256, 4096)  # 1.64 times
 
 
 def test_no_mask_is_built_where_the_kernel_cannot_be_offered(worth_timing, monkeypatch):
@@ -237,16 +244,16 @@ def test_numbers_without_part_tiles_and_too_many_of_them(monkeypatch):
     [({}, "fp16"), ({"HAS_PART": False}, "bf16"), ({"all": True}, "fp16"), ({"all": True}, "bf16")],
     ids=str,
 )
-@pytest.mark.parametrize(("rows", "width"), [(192, 128), (128, 256)])
-def test_compiles_without_spills(features, dtype, rows, width):
+@pytest.mark.parametrize("form", hopper_forms.SHARED, ids=str)
+def test_compiles_without_spills(features, dtype, form):
     from compiling import assembler_report, compile_gluon, needs
     from stof_compile.kernels.hopper_shared_kernel import attention_hopper_shared_kernel
     from triton.experimental.gluon import language as gl
 
     everything = "all" in features
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    width, threads = form.dims[1], 2 * form.rows
     operand = f"tensordesc<{dtype}[1, 1, 64, {width}],{layout!r}>"
-    form = hopper_forms.SHARED[rows]
     descriptors = {f"{name}_desc": operand for name in "qkvo"}
     words = gl.NVMMASharedLayout(0, 32, rank=2)
     descriptors["word_desc"] = f"tensordesc<i32[1, 128],{words!r}>"
@@ -267,9 +274,9 @@ def test_compiles_without_spills(features, dtype, rows, width):
     )
     found = needs(compiled, 90)
     assert found.spill_bytes == 0
-    threads = 128 * form.consumers
-    assert found.registers * (threads + 128) <= 65536
+    assert found.registers * (threads + 128) * form.programs <= 65536
     assert threads * form.consumer + 128 * form.producer <= (threads + 128) * start
+    assert (found.shared_bytes + 1024) * form.programs <= 228 * 1024
     assert found.shared_bytes <= shared_memory_limit(HOPPER)
     text = compiled.asm["ptx"]
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text

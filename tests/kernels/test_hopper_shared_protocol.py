@@ -32,6 +32,11 @@ def weighed(s, offset, total, mult, dtype):
     return value(p), *told
 
 
+def weighed_and_scaled(s, offset, total, acc, mult, dtype):
+    p, own, total, alpha = weighed(s, offset, total, mult, dtype)
+    return p, own, total, alpha, value(acc * alpha[:, :1])
+
+
 def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
     p, own, total, alpha = hopper_attention.weighed(s, offset, total, mult)
     return value(p), own, total, value(acc * alpha[:, :1])
@@ -40,11 +45,12 @@ def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
 INSTEAD = {
     **hopper_attention.INSTEAD,
     "weighed": weighed,
+    "weighed_and_scaled": weighed_and_scaled,
     "weighed_and_wide_scaled": weighed_and_wide_scaled,
 }
 MODULES = hopper_shared_kernel, hopper_shared_loads, hopper_units
 TILE = (192, 64)
-TILES = {72: TILE, 104: TILE, 128: TILE, 200: (128, 64), 256: (128, 64)}  # by head dim
+TILES = {72: TILE, 104: TILE, 128: TILE, **dict.fromkeys((40, 64, 200, 256), (128, 64))}
 
 
 # -- a call ---------------------------------------------------------------------------------------
@@ -59,7 +65,7 @@ def attend(monkeypatch):
         heavy_rows = mask.heavy_rows if heavy_rows is None else heavy_rows
 
         def launch(kernel, programs, arguments, constants, options):
-            assert options["maxnreg"] == hopper_forms.SHARED[mask.block_q].registers
+            assert options["maxnreg"] == form.registers
             assert options["num_warps"] == 4
             out, lse = arguments[3].base, arguments[5]
             for tensor in (out, lse) if return_lse else (out,):
@@ -68,8 +74,8 @@ def attend(monkeypatch):
             machine = run_kernel(monkeypatch, kernel, MODULES, INSTEAD, programs, *given)
             launched.append((machine, constants))
 
-        stages = hopper_forms.SHARED[mask.block_q].key_tiles
-        numbers = 1, stages, heavy_rows, pieces, mask.uneven, return_lse
+        form = hopper_forms.shared_form(mask.block_q, q.shape[-1])
+        numbers = form.programs, form.key_tiles, heavy_rows, pieces, mask.uneven, return_lse
         with launches(monkeypatch, launch, workers):
             return hopper_attention.hopper_attention(q, k, v, mask, *numbers)
 
@@ -94,19 +100,21 @@ def rules():
 
 
 @pytest.mark.parametrize("rule", rules())
-@pytest.mark.parametrize(("head_dim", "group"), [(72, 3), (104, 1), (200, 1), (256, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(40, 1), (64, 3), (72, 3), (104, 1), (200, 1), (256, 3)], ids=str
+)
 def test_results(rule, head_dim, group, attend):
     lengths = (384, 256) if rule == "tiles only" else (450, 300)
     q, k, v = operands(2, 3, *lengths, head_dim, group)
     mask = build_block_mask(rules()[rule], *lengths, TILES[head_dim], batch=2, heads=3)
     check(attend, q, k, v, mask)
     ((machine, constants),) = attend.launched
-    assert machine.programs == 3
+    assert machine.programs == (6 if head_dim <= 64 else 3)
     assert constants["HAS_PART"] == mask.has_part == (rule != "tiles only")
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_any_order_and_any_lists(seed, head_dim, attend):
     """Tiles of some consumers, of all and of none, so that some run ahead of the others; more units
     than workers, and fewer."""
@@ -199,5 +207,5 @@ def test_what_the_launcher_refuses_on_a_hopper_gpu(monkeypatch):
 
     refused(r"tiles of 192x64 programs must be one of \[1\], not 2", programs=2)
     refused(r"tiles of 192x64 stages must be one of \(4,\), not 2", stages=2)
-    refused("tiles of 192x64 heads have over 64 dims, not 64", head_dim=64)
+    refused("tiles of 192x64 heads have 65 to 128 dims, not 64", head_dim=64)
     refused("cover 2 tile rows of 192", length=900)

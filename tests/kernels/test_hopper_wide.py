@@ -60,8 +60,8 @@ def test_gradients_are_the_portable_kernel_s():
     [
         ((64, 64), 3, 1, False, "programs are at most 2, not 3"),
         ((64, 64), 2, 1, True, "up to 128 dims, not 192"),
-        ((64, 128), 1, 2, False, "up to 128 dims, not 192"),
-        ((192, 64), 1, 4, False, "up to 128 dims, not 192"),
+        ((64, 128), 1, 2, False, "1 to 128 dims, not 192"),
+        ((192, 64), 1, 4, False, "65 to 128 dims, not 192"),
     ],
 )
 def test_forms_that_are_not_there_are_refused(tile, programs, stages, shifted, message):
@@ -69,11 +69,13 @@ def test_forms_that_are_not_there_are_refused(tile, programs, stages, shifted, m
     assert message in form_refusal(tile, programs, stages, 192, shifted=shifted)
 
 
-def test_two_consumers_share_keys_of_wide_heads_only():
+def test_two_consumers_share_keys_of_narrow_and_wide_heads_only():
     assert form_refusal((128, 64), 1, 2, 200) is None
-    assert "over 192 dims, not 192" in form_refusal((128, 64), 1, 2, 192)
+    assert "33 to 64 or 193 to 256 dims, not 192" in form_refusal((128, 64), 1, 2, 192)
     assert "one of (2,), not 4" in form_refusal((128, 64), 1, 4, 256)
-    assert tile_of(256, 128) == (64, 128) and tile_of(256, 136) == (128, 64)
+    assert tile_of(256, 128, 1) == (64, 128) and tile_of(256, 136, 1) == (128, 64)
+    assert tile_of(256, 64, 1) == tile_of(256, 72, 2) == (64, 128)
+    assert tile_of(256, 64, 2) == (128, 64)
 
 
 def test_calls_by_hand_keep_the_tiles_of_the_grid():
