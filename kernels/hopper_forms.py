@@ -105,7 +105,8 @@ def form_refusal(
         return f"with shifted tiles heads have up to {SHIFTED_DIMS} dims, not {head_dim}"
     shared = shared_form(tile[0], head_dim)
     dims = [(1, 256)] if tile[1] == TILE else [(1, 128)]
-    sizes, rings = [1], (2, 4) if head_dim <= 64 else (2,)
+    sizes = [1]
+    rings: tuple[int, ...] = (2, 4) if head_dim <= 64 else (2,)
     if tile == (TILE, TILE):
         sizes, rings = sorted(_REGISTERS), ()
         if head_dim > 128 and programs > 2:
