@@ -90,6 +90,7 @@ def hopper_refusal(
     units: int,
     *,
     plain: bool,
+    most_dims: int = 256,
 ) -> str | None:
     """Why the Hopper kernel cannot run a problem, None where it can.
 
@@ -99,13 +100,15 @@ def hopper_refusal(
         capability: (major, minor) of the device.
         units: batch * heads * tile rows.
         plain: no padding, no bias, no softcap and a positive scale.
+        most_dims: of a head; the gradients' kernels take fewer.
     """
     if capability[0] != 9 or torch.version.hip is not None:
         return "it needs a Hopper GPU"
     if dtype not in HALF_TYPES:
         return f"it takes fp16 and bf16, not {dtype}"
-    if head_dim != value_dim or not 32 < head_dim <= 256 or head_dim % 8:
-        return f"it takes equal head dims of 40 to 256 in steps of 8, not {head_dim}, {value_dim}"
+    if head_dim != value_dim or not 32 < head_dim <= most_dims or head_dim % 8:
+        taken = f"equal head dims of 40 to {most_dims} in steps of 8"
+        return f"it takes {taken}, not {head_dim}, {value_dim}"
     if not plain:
         return "it takes no padding, bias or softcap and a positive scale"
     if not 0 < units < _MAX_UNITS:
@@ -138,11 +141,12 @@ def attention_hopper_forward(
             place of the bitmap: tiles of 64 x 64, of 64 x 128 with rows ordered by pairs, or of 192
             or 128 x 64 with kinds in their numbers.
         scale: factor of the dot products, positive.
-        programs: per multiprocessor, 1 to 4; with other tiles than 64 x 64 what their form has
-            (``hopper_forms.py``).
-        stages: pairs of key and value tiles in flight; 1: a pair and the next keys. With tiles of
-            128 keys 2, or 4 up to head dim 64; with those of over 64 rows the key tiles of their
-            form.
+        programs: per multiprocessor, 1 to 4, to 2 for heads of over 128 dims; with other tiles than
+            64 x 64 what their form has (``hopper_forms.py``, which also tells tiles by the words of
+            the mask, the head dim and the programs: the caller sees that they are the mask's).
+        stages: pairs of key and value tiles in flight; 1: a pair and the next keys, over 192 dims
+            without these. With tiles of 128 keys 2, or 4 up to head dim 64; with those of over 64
+            rows the key tiles of their form.
         heavy_rows: so many of the heaviest tile rows of every head come first.
         pieces: units of work that each of them is cut into, 1 for none.
         uneven: the other rows have unequal numbers of tiles.

@@ -52,6 +52,8 @@ class _Known(NamedTuple):
     has_part: bool
 
 
+_MOST_DIMS = 128  # of a head
+
 _known: dict[tuple[Any, ...], _Known] = {}  # by all that was checked: layouts, numbers, device
 
 
@@ -78,9 +80,8 @@ def hopper_gradient_refusal(
         return f"tiles have {TILE} x {TILE} elements, not {tile[0]} x {tile[1]}"
     if grouped_planes:
         return "query heads that share a key head must share their mask"
-    if head_dim > 128:
-        return f"it takes head dims of up to 128, not {head_dim}"
-    return hopper_refusal(head_dim, value_dim, dtype, capability, units, plain=plain)
+    given = head_dim, value_dim, dtype, capability, units
+    return hopper_refusal(*given, plain=plain, most_dims=_MOST_DIMS)
 
 
 def attention_hopper_backward(

@@ -108,9 +108,7 @@ def form_refusal(
     sizes = [1]
     rings: tuple[int, ...] = (2, 4) if head_dim <= 64 else (2,)
     if tile == (TILE, TILE):
-        sizes, rings = sorted(_REGISTERS), ()
-        if head_dim > 128 and programs > 2:
-            return f"with heads of over 128 dims programs are at most 2, not {programs}"
+        sizes, rings = [n for n in sorted(_REGISTERS) if n <= 2 or head_dim <= 128], ()
     elif tile[0] > TILE:
         dims = [form.dims for form in SHARED if form.rows == tile[0]]
     if shared is not None:

@@ -173,6 +173,8 @@ def consume(
                 if RING % 2 == 1:
                     slot += 1
                     slot = gl.where(slot == RING, 0, slot)
+            if RING == 2:  # the compiler has the one above in mind, before the values were read
+                barrier_of_threads()
             mbarrier.arrive(kv_empty.index(before + VALUES), count=1, pred=count > 0)
 
             unit = unit_bufs.index(q_slot).load(everywhere)  # once more, for want of registers

@@ -1,8 +1,8 @@
-"""Device code of block-wise attention on Hopper GPUs, 192 queries that share their keys;
+"""Device code of block-wise attention on Hopper GPUs, 192 or 128 queries that share their keys;
 ``attention_hopper.py`` launches it.
 
-As ``hopper_kernel.py``, but a tile has 64 keys and 64 queries for each of three consumer warp
-groups. A program computes a tile row of the mask at a time; keys and values come once for all
+As ``hopper_kernel.py``, but a tile has 64 keys, and 64 queries for each of three or two consumer
+warp groups. A program computes a tile row of the mask at a time; keys and values come once for all
 consumers, which hide each other's softmax. What a tile is to each consumer stands in the upper bits
 of its number (``masks/hopper_arrays.py``): a consumer passes over what its rows do not have, and
 masks only what they have in part.
@@ -10,8 +10,9 @@ masks only what they have in part.
 Keys and values have rings of their own. Every consumer gives values back while a product runs, and
 with them the keys and mask words of their tile, which it has read by then: the ring of keys is the
 longer one, so that the keys which take a place are loaded behind values that have waited for that.
-Each use of a barrier is waited for, by those that pass over a tile as well: a barrier has only two
-phases.
+Where both are as long, for want of memory, keys have a barrier of their own and are given back
+while the product with the values runs. Each use of a barrier is waited for, by those that pass over
+a tile as well: a barrier has only two phases.
 """
 
 from triton.experimental import gluon
@@ -155,6 +156,8 @@ def consume_shared(
                 v_phase = gl.where(v_slot == VALUE_TILES, v_phase ^ 1, v_phase)
                 v_slot = gl.where(v_slot == VALUE_TILES, 0, v_slot)
 
+            if KEY_TILES == VALUE_TILES:  # the compiler has one in mind from before these were read
+                barrier_of_threads()
             mbarrier.arrive(v_empty.index(before), count=1, pred=held)
             if Q_SLOTS == 2:  # noqa: SIM102
                 if leaving:  # rows without keys

@@ -93,6 +93,17 @@ def attend_on_hopper(
     """Attend by the Hopper kernel, without a gradient, as a config that has ``hopper`` set says."""
     if key_keep is not None or bias is not None or softcap != 0:
         raise ValueError("the Hopper kernel takes no padding, bias or softcap")
+    from stof_compile.kernels.hopper_forms import tile_of
+
+    tile, words = (config[0], config[1]), mask[5].shape[-1]
+    taken = tile_of(words, q.shape[-1], hopper_programs(config)) or tile
+    if words * 32 != tile[0] * tile[1] or taken != tile:
+        raise ValueError(
+            f"the config has tiles of {tile[0]}x{tile[1]}, and with {words} mask words a tile, "
+            f"heads of {q.shape[-1]} and {hopper_programs(config)} programs the Hopper kernel has "
+            f"{taken[0]}x{taken[1]}; take a form of hopper_forms.py, and BlockMask.hopper_tensors "
+            "in its tiles"
+        )
     pieces, shifted = row_pieces_of(config), has_shifted_tiles(config)
     out, lse = torch.ops.stof.attention_hopper(
         q, k, v, *mask, scale, config[HOPPER], config[STAGES], config[HEAVY_ROWS], pieces,

@@ -1,5 +1,6 @@
 """What tests of the Hopper attention kernels share: calls of their launcher on the CPU."""
 
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -107,6 +108,20 @@ def check_on_gpu(attend, mask, shape, kv_heads, dtype):
             assert_close_lse(lse, expected_lse)
         else:
             assert lse.numel() == 0
+
+
+def signals_unguarded(ptx):
+    """What arrivals at barriers have in front of them in place of a barrier of their threads: one
+    of these signals for all, which must have read what is given back by then."""
+    seen, found = "", []
+    for line in ptx.splitlines():
+        word = re.match(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)", line)
+        name = word[1] if word else ""
+        if name.startswith("mbarrier.arrive.shared") and not seen.startswith("bar."):
+            found.append(seen)
+        if name.startswith(("bar.", "ld.shared", "st.shared", "ldmatrix", "wgmma", "cp.async")):
+            seen = name
+    return found
 
 
 def short_rules():

@@ -271,6 +271,7 @@ def _cases():
         "shared": ("planes", 128, 1, 4, torch.bfloat16, (330, 330), 2, 1, 4, (192, 64)),
         "shared-keys": ("bigbird", 104, 1, 1, torch.float16, (330, 201), 0, 1, 4, (192, 64)),
         "shared-several": ("bigbird", 128, 1, 1, torch.float16, (4900, 1930), 2, 1, 4, (192, 64)),
+        "wide-pairs": ("bigbird", 160, 2, 1, torch.float16, (330, 201)),
         "wide": ("planes", 192, 2, 4, torch.bfloat16, (330, 330), 2, 1, 1),
         "wide-pieces": ("bigbird", 256, 2, 1, torch.float16, (330, 201), 3, 2, 1),
         "wide-several": ("bigbird", 256, 1, 1, torch.float16, (2420, 1210), 2, 1, 1),

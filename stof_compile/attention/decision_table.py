@@ -128,7 +128,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         ]
     from stof_compile.kernels import attention_blockwise, attention_gather, attention_rowwise
     from stof_compile.kernels.block_tiles import FEW_PROGRAMS
-    from stof_compile.kernels.hopper_forms import offered_form
+    from stof_compile.kernels.hopper_forms import SHIFTED_DIMS, offered_form
 
     widest = max(problem.head_dim, problem.v.shape[3])
     if not kernels_take(problem.q.dtype, widest):
@@ -172,6 +172,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
     pairs = together and 96 < problem.head_dim <= 128
     pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
     on_hopper = half and problem.plain and capability[0] == 9
+    on_hopper = on_hopper and problem.head_dim <= SHIFTED_DIMS
     shifted = on_hopper and block_mask.shifted_share <= SHIFTED_SHARE
     # whether a tile is full depends on its size, and so does what a loop form may promise
     found: list[tuple[int, ...]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from stof_compile.attention.operands import (
     check_tensor_mask,
 )
 from stof_compile.attention.recorded import is_recorded, wants_kernel_gradients
+from stof_compile.attention.suited_tiles import suited
 from stof_compile.attention.trace_rule import exporting, trace_rule
 from stof_compile.attention.unmeasured import (
     TRITON_MAX_HEAD_DIM,
@@ -273,8 +275,11 @@ def _attend(
     _refuse_functional_gradients()
     by_hand = kernel == "block" and not is_recorded(q, k, v, bias)
     if kernel == "block":
-        if by_hand:
+        if by_hand and return_lse:
             config = with_shifted_tiles(block_mask, config, q.shape[3])
+        elif by_hand:
+            other = partial(_block_mask, spec, q, k)
+            block_mask, config = suited(block_mask, config, q.shape[3], other)
         config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
     band = [] if block_mask.band is None else block_mask.band.as_ints()

@@ -1,9 +1,8 @@
 """A block mask as the Hopper attention kernels take it.
 
 Tiles of 192 or 128 rows have 64 x 64 scores for each of three or two consumers, which share their
-keys. What a
-tile is to consumer i stands in bits 24 + 2 i and 25 + 2 i of its number: 0 part, 1 full, 2 nothing
-of it. Source: ours.
+keys. What a tile is to consumer i stands in bits 24 + 2 i and 25 + 2 i of its number: 0 part, 1
+full, 2 nothing of it. Source: ours.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import check_training
 from close import assert_close
-from hopper_attention import check_on_gpu
+from hopper_attention import check_on_gpu, signals_unguarded
 from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward, configs
 from stof_compile.kernels.attention_hopper import attention_hopper_forward, hopper_refusal
 from stof_compile.kernels.bound_launch import Repeat
@@ -243,6 +243,7 @@ def test_compiles_without_spills(head_dim, features, dtype):
         assert (found.shared_bytes + 1024) * programs <= 228 * 1024
         assert found.shared_bytes <= shared_memory_limit(HOPPER)
         text = compiled.asm["ptx"]
+        assert not signals_unguarded(text)
         assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
         assert "setmaxnreg" in text
 

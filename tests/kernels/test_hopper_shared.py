@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from attention_cases import check_training
+from hopper_attention import signals_unguarded
 from stof_compile.kernels import hopper_forms
 from stof_compile.kernels.attention_blockwise import BlockConfig, configs
 from stof_compile.kernels.limits import shared_memory_limit
@@ -198,14 +199,15 @@ def test_fragments_of_tall_tiles_are_those_of_their_parts(rows, keys):
     assert from_fragments(fragments[:0], rows).shape == words[:0].shape
 
 
-def test_numbers_say_what_a_tile_is_to_each_consumer():
+@pytest.mark.parametrize("form", [SHARED, TWO], ids=str)
+def test_numbers_say_what_a_tile_is_to_each_consumer(form):
     draw = torch.Generator().manual_seed(4)
     blocks = torch.rand(1, 1, 14, 9, generator=draw).repeat_interleave(64, 2)
     blocks = blocks.repeat_interleave(64, 3)[..., :850, :550]
     keep = (blocks < 0.3) | ((blocks < 0.6) & (torch.rand(blocks.shape, generator=draw) < 0.5))
-    tile = SHARED[:2]
+    tile = form[:2]
     mask = build_block_mask(masks.from_tensor(keep), 850, 550, tile)
-    arrays = mask_arrays(mask, SHARED)
+    arrays = mask_arrays(mask, form)
     assert arrays["bitmap"] is mask.fragments and mask.hopper_tensors is mask.hopper_tensors
     numbers = arrays["bitmap_id"]
     assert torch.equal(hopper_arrays.numbers_alone(numbers), mask.bitmap_id)
@@ -279,6 +281,7 @@ def test_compiles_without_spills(features, dtype, form):
     assert (found.shared_bytes + 1024) * form.programs <= 228 * 1024
     assert found.shared_bytes <= shared_memory_limit(HOPPER)
     text = compiled.asm["ptx"]
+    assert not signals_unguarded(text)
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
     assert re.search(rf"setmaxnreg\.inc\.sync\.aligned\.u32\s+{form.consumer};", text)
     said = assembler_report(compiled, 90)

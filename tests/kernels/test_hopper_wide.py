@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from attention_cases import check_training
-from hopper_attention import check_on_gpu, short_rules
+from hopper_attention import check_on_gpu, short_rules, signals_unguarded
 from stof_compile.kernels.attention_blockwise import BlockConfig, configs
 from stof_compile.kernels.attention_hopper import attention_hopper_forward
 from stof_compile.kernels.attention_hopper_backward import hopper_gradient_refusal
@@ -52,13 +52,14 @@ def test_offered_first_in_two_forms(head_dim, dtype):
 def test_gradients_are_the_portable_kernel_s():
     given = {"plain": True, "tile": (64, 64), "grouped_planes": False}
     assert hopper_gradient_refusal(128, 128, HALF, HOPPER, 4096, **given) is None
-    assert "up to 128, not 136" in hopper_gradient_refusal(136, 136, HALF, HOPPER, 4096, **given)
+    assert "40 to 128 in" in hopper_gradient_refusal(136, 136, HALF, HOPPER, 4096, **given)
+    assert "Hopper" in hopper_gradient_refusal(136, 136, HALF, (8, 0), 4096, **given)
 
 
 @pytest.mark.parametrize(
     ("tile", "programs", "stages", "shifted", "message"),
     [
-        ((64, 64), 3, 1, False, "programs are at most 2, not 3"),
+        ((64, 64), 3, 1, False, r"programs must be one of [1, 2], not 3"),
         ((64, 64), 2, 1, True, "up to 128 dims, not 192"),
         ((64, 128), 1, 2, False, "1 to 128 dims, not 192"),
         ((192, 64), 1, 4, False, "65 to 128 dims, not 192"),
@@ -76,6 +77,27 @@ def test_two_consumers_share_keys_of_narrow_and_wide_heads_only():
     assert tile_of(256, 128, 1) == (64, 128) and tile_of(256, 136, 1) == (128, 64)
     assert tile_of(256, 64, 1) == tile_of(256, 72, 2) == (64, 128)
     assert tile_of(256, 64, 2) == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("tile", "head_dim", "named", "programs", "stages"),
+    [
+        ((64, 128), 256, (64, 128), 1, 2),
+        ((64, 128), 64, (64, 128), 2, 4),
+        ((128, 64), 64, (128, 64), 1, 4),
+        ((192, 64), 128, (64, 64), 3, 1),
+    ],
+    ids=str,
+)
+def test_an_operator_is_told_the_tiles_of_its_mask(tile, head_dim, named, programs, stages):
+    """Two kinds of tiles have as many mask words."""
+    mask = build_block_mask(masks.causal(), 256, 256, tile)
+    q = torch.zeros(1, 1, 256, head_dim, dtype=HALF)
+    config = list(BlockConfig(*named, num_stages=stages, hopper=programs))
+    with pytest.raises(ValueError, match="mask words a tile, heads of"):
+        torch.ops.stof.attention_block(
+            q, q, q, *mask.hopper_tensors, None, None, 1.0, 0.0, 0, [], config, False
+        )
 
 
 def test_calls_by_hand_keep_the_tiles_of_the_grid():
@@ -124,6 +146,7 @@ def test_compiles(head_dim, dtype, whole, has_part):
     compiled = compile_gluon(attention_hopper_kernel, 90, types, constants, maxnreg=registers)
     found = needs(compiled, 90)
     assert found.spill_bytes <= (32 if head_dim == 256 and whole else 0)
+    assert not signals_unguarded(compiled.asm["ptx"])
     assert found.registers * 256 * programs <= 65536
     # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
     assert (found.shared_bytes + 1024) * programs <= 228 * 1024
@@ -157,7 +180,8 @@ def test_gpu(rule, head_dim, group, dtype, pieces, programs):
     arrays = mask.hopper_tensors
 
     def attend(q, k, v, return_lse):
-        form = (programs, 1) if programs else (1, SHARED.num_stages)
+        stages = 2 if programs == 2 and head_dim <= 160 else 1
+        form = (programs, stages) if programs else (1, SHARED.num_stages)
         numbers = head_dim**-0.5, *form, heavy, pieces, mask.uneven, return_lse
         return attention_hopper_forward(q, k, v, arrays, *numbers)
 
