@@ -56,6 +56,8 @@ def chosen(spec, head_dim, length=4096, config=None):
         (BIGBIRD, 128, ((64, 64), 2, 0)),
         (BIGBIRD, 256, ((128, 64), 1, 0)),
         (masks.sliding_window(45), 64, ((64, 64), 4, 1)),
+        (masks.longformer(256, 64), 64, ((64, 64), 4, 0)),
+        (masks.longformer(256, 64), 256, ((128, 64), 1, 0)),
         (masks.block_diagonal(64), 256, ((64, 64), 2, 0)),
     ],
     ids=str,
@@ -127,7 +129,7 @@ def test_gpu_by_hand(head_dim, rule, monkeypatch):
     )  # fmt: skip
     keep = build_block_mask(spec, length, length, 64, device=device).to_dense()
     for _ in range(3):  # launched, launched again, and repeated
-        q, k, v = torch.randn(3, 4, 12, length, head_dim, device=device, dtype=HALF).unbind()
+        q, k, v = torch.randn(3, 8, 12, length, head_dim, device=device, dtype=HALF).unbind()
         with torch.no_grad():
             out = stof_compile.sparse_attention(q, k, v, spec)
         part = [t[:1].double() for t in (q, k, v)]
@@ -145,9 +147,10 @@ def test_gpu_by_hand_in_a_cuda_graph():
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a Hopper GPU")
     device, spec = torch.device("cuda"), masks.sliding_window(201)
-    q, k, v = torch.randn(3, 2, 12, 2048, 256, device=device, dtype=HALF)
+    q, k, v = torch.randn(3, 6, 12, 2048, 256, device=device, dtype=HALF)
     mask = build_block_mask(spec, 2048, 2048, 64, device=device)
-    assert row_pieces(mask, 24, 2, queued=True) == 1
+    assert row_pieces(mask, 72, 2, queued=True) == 1
+    assert configs(256, HALF, HOPPER, q_len=2048, planes=72, plain=True)[0].hopper
     with torch.no_grad():
         for _ in range(2):
             stof_compile.sparse_attention(q, k, v, spec)
