@@ -48,9 +48,45 @@ _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # multiprocessor to itself, and of its consumers.
 PAIR_REGISTERS, PAIR_CONSUMER = 168, 232
 SHARED = (
-    SharedForm(192, 1, 4, 3, 2, 128, 152, 56, (65, 128), 97, 1.45),
-    SharedForm(128, 2, 4, 3, 2, 80, 104, 32, (33, 64), 33, 1.2),
-    SharedForm(128, 1, 2, 2, 1, 168, 232, 40, (193, 256), 193, 1.7),
+    SharedForm(
+        rows=192,
+        programs=1,
+        key_tiles=4,
+        value_tiles=3,
+        query_slots=2,
+        registers=128,
+        consumer=152,
+        producer=56,
+        dims=(65, 128),
+        offered_from=97,
+        most_scores=1.45,
+    ),
+    SharedForm(
+        rows=128,
+        programs=2,
+        key_tiles=4,
+        value_tiles=3,
+        query_slots=2,
+        registers=80,
+        consumer=104,
+        producer=32,
+        dims=(33, 64),
+        offered_from=33,
+        most_scores=1.2,
+    ),
+    SharedForm(
+        rows=128,
+        programs=1,
+        key_tiles=2,
+        value_tiles=2,
+        query_slots=1,
+        registers=168,
+        consumer=232,
+        producer=40,
+        dims=(193, 256),
+        offered_from=193,
+        most_scores=1.7,
+    ),
 )
 _TILES = {(TILE, TILE), (TILE, PAIR_KEYS), *((form.rows, TILE) for form in SHARED)}
 # (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys,

@@ -109,12 +109,11 @@ def consume_shared(
                     # given back while a product runs, which hides the barriers
                     mbarrier.arrive(v_empty.index(before), count=1, pred=held)
                     barrier_of_threads()
-                    if Q_SLOTS == 2:  # noqa: SIM102  (known to the compiler, the next one is not)
-                        if leaving:
-                            tma.store_wait(0)
-                            mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
-                            leaving = False
-                            barrier_of_threads()  # here, or the compiler puts one behind
+                    if Q_SLOTS == 2 and leaving:
+                        tma.store_wait(0)
+                        mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
+                        leaving = False
+                        barrier_of_threads()  # here, or the compiler puts one behind
                     if HAS_PART:  # read while the product runs; not used on full tiles
                         words = word_bufs.index(k_slot * CONSUMERS + ROW).reshape([4, 8, 4])
                         words = words.load(word_layout)
@@ -159,10 +158,9 @@ def consume_shared(
             if KEY_TILES == VALUE_TILES:  # the compiler has one in mind from before these were read
                 barrier_of_threads()
             mbarrier.arrive(v_empty.index(before), count=1, pred=held)
-            if Q_SLOTS == 2:  # noqa: SIM102
-                if leaving:  # rows without keys
-                    tma.store_wait(0)
-                    mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
+            if Q_SLOTS == 2 and leaving:  # rows without keys
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(q_slot ^ 1), count=1)
 
             # -- result ----
             unit = unit_bufs.index(q_slot).load(everywhere)  # once more, for want of registers

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from close import assert_close, assert_close_lse
-from gluon_values import OnGpu, kept_scores
+from gluon_values import OnGpu, kept_scores, value
 from stof_compile.kernels import attention_hopper as module
+from stof_compile.kernels import hopper_forms
+from stof_compile.kernels.limits import shared_memory_limit
 from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
@@ -32,6 +34,21 @@ def weighed(s, offset, total, mult):
     total = total * alpha
     total[:, 0] += p.sum(1)
     return p, own, total, alpha
+
+
+def weighed_rows(s, offset, total, mult, dtype):
+    """``weighed`` with weights that have a dtype to be stored in."""
+    p, *told = weighed(s, offset, total, mult)
+    return value(p), *told
+
+
+def weighed_and_scaled(s, offset, total, acc, mult, dtype):
+    """The same and the former result."""
+    p, own, total, alpha = weighed_rows(s, offset, total, mult, dtype)
+    return p, own, total, alpha, value(acc * alpha[:, :1])
+
+
+INSTEAD |= {"weighed": weighed_rows, "weighed_and_scaled": weighed_and_scaled}
 
 
 @contextmanager
@@ -122,6 +139,62 @@ def signals_unguarded(ptx):
         if name.startswith(("bar.", "ld.shared", "st.shared", "ldmatrix", "wgmma", "cp.async")):
             seen = name
     return found
+
+
+def compiled_alone(
+    head_dim, programs, stages, dtype, whole=False, has_part=True, shifted=False, most_spilled=0
+):  # fmt: skip
+    """PTX of the kernel of one tile row at a time, after checks of what it needs.
+
+    Args:
+        whole: with planes, groups, a log-sum-exp and long rows in pieces.
+        most_spilled: bytes of a thread.
+    """
+    from compiling import compile_gluon, needs
+    from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
+    from triton.experimental.gluon import language as gl
+
+    block_d, tail_d = hopper_forms.widths(head_dim, programs)
+    width = block_d + tail_d
+
+    def tile(rows, columns):
+        layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout!r}>" if columns else "i32"
+
+    types = {"word_desc": f"tensordesc<i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}>"}
+    for name in "qkvo":
+        types |= {f"{name}_desc": tile(64, block_d), f"{name}_tail_desc": tile(64, tail_d)}
+    for name in "kv":
+        short = tile(32, block_d), tile(32, tail_d)
+        types[f"{name}_short_desc"], types[f"{name}_short_tail_desc"] = (
+            short if shifted else ("i32", "i32")
+        )
+    constants = {
+        "MULT": 0.18,
+        "BLOCK_D": block_d,
+        "TAIL_D": tail_d,
+        "RING": hopper_forms.ring(stages, width),
+        "Q_SLOTS": hopper_forms.query_slots(width, programs),
+        "GROUP": 4 if whole else 1,
+        "SINGLE_PLANE": not whole,
+        "HAS_PART": has_part,
+        "RETURN_LSE": whole,
+        "SPLIT": whole,
+        "SHIFTED": shifted,
+    }
+    registers = hopper_forms.registers_of(programs, width)
+    compiled = compile_gluon(attention_hopper_kernel, 90, types, constants, maxnreg=registers)
+    found = needs(compiled, 90)
+    assert found.spill_bytes <= most_spilled
+    assert found.registers * 256 * programs <= 65536
+    # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
+    assert (found.shared_bytes + 1024) * programs <= 228 * 1024
+    assert found.shared_bytes <= shared_memory_limit((9, 0))
+    text = compiled.asm["ptx"]
+    assert not signals_unguarded(text)
+    assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
+    assert "setmaxnreg" in text
+    return text
 
 
 def short_rules():

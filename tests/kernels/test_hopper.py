@@ -7,19 +7,14 @@ import pytest
 import torch
 from attention_cases import check_training
 from close import assert_close
-from hopper_attention import check_on_gpu, signals_unguarded
+from hopper_attention import check_on_gpu, compiled_alone
 from stof_compile.kernels.attention_blockwise import BlockConfig, attention_block_forward, configs
 from stof_compile.kernels.attention_hopper import attention_hopper_forward, hopper_refusal
 from stof_compile.kernels.bound_launch import Repeat
 from stof_compile.kernels.hopper_forms import (
-    query_slots,
-    registers_of,
-    ring,
     shared_form,
-    widths,
     without_spills,
 )
-from stof_compile.kernels.limits import shared_memory_limit
 from stof_compile.kernels.reference import attention_reference
 
 from stof_compile import masks
@@ -196,56 +191,11 @@ def test_arguments_are_checked():
 )
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_compiles_without_spills(head_dim, features, dtype):
-    from compiling import compile_gluon, needs
-    from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
-    from triton.experimental.gluon import language as gl
-
     everything, shifted = "all" in features, "SHIFTED" in features
+    has_part = features.get("HAS_PART", True)
     for config in offered(head_dim):
-        programs, stages = without_spills(config.hopper, config.num_stages, everything, everything)
-        block_d, tail_d = widths(head_dim, programs)
-        descriptors = {"word": f"i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}"}
-        for name in "qkvo":
-            for what, columns in ((name, block_d), (f"{name}_tail", tail_d)):
-                layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
-                descriptors[what] = f"{dtype}[1, 1, 64, {columns}],{layout!r}" if columns else ""
-        for what, columns in (("short", block_d), ("short_tail", tail_d)):
-            layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
-            text = f"{dtype}[1, 1, 32, {columns}],{layout!r}" if columns and shifted else ""
-            descriptors |= {f"k_{what}": text, f"v_{what}": text}
-        constants = {
-            "MULT": 0.18,
-            "BLOCK_D": block_d,
-            "TAIL_D": tail_d,
-            "RING": ring(stages, block_d + tail_d),
-            "Q_SLOTS": query_slots(block_d + tail_d, programs),
-            "GROUP": 4 if everything else 1,
-            "SINGLE_PLANE": not everything,
-            "HAS_PART": features.get("HAS_PART", True),
-            "RETURN_LSE": everything,
-            "SPLIT": everything,
-            "SHIFTED": shifted,
-        }
-        compiled = compile_gluon(
-            attention_hopper_kernel,
-            90,
-            {
-                f"{name}_desc": f"tensordesc<{text}>" if text else "i32"
-                for name, text in descriptors.items()
-            },
-            constants,
-            maxnreg=registers_of(programs, block_d + tail_d),
-        )
-        found = needs(compiled, 90)
-        assert found.spill_bytes == 0
-        assert found.registers * 256 * programs <= 65536
-        # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
-        assert (found.shared_bytes + 1024) * programs <= 228 * 1024
-        assert found.shared_bytes <= shared_memory_limit(HOPPER)
-        text = compiled.asm["ptx"]
-        assert not signals_unguarded(text)
-        assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
-        assert "setmaxnreg" in text
+        form = without_spills(config.hopper, config.num_stages, everything, everything)
+        compiled_alone(head_dim, *form, dtype, everything, has_part, shifted)
 
 
 # -- results --------------------------------------------------------------------------------------

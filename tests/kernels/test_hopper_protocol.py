@@ -24,25 +24,13 @@ MODULES = hopper_kernel, hopper_loads, hopper_short, hopper_units
 # -- registers ------------------------------------------------------------------------------------
 
 
-def weighed(s, offset, total, mult, dtype):
-    p, *told = hopper_attention.weighed(s, offset, total, mult)
-    return value(p), *told
-
-
-def weighed_and_scaled(s, offset, total, acc, mult, dtype):
-    p, own, total, alpha = weighed(s, offset, total, mult, dtype)
-    return p, own, total, alpha, value(acc * alpha[:, :1])
-
-
 def weighed_and_both_scaled(s, offset, total, acc, acc_tail, mult, dtype):
-    p, own, total, alpha = weighed(s, offset, total, mult, dtype)
+    p, own, total, alpha = hopper_attention.weighed_rows(s, offset, total, mult, dtype)
     return p, own, total, value(acc * alpha[:, :1]), value(acc_tail * alpha[:, :1])
 
 
 INSTEAD = {
     **hopper_attention.INSTEAD,
-    "weighed": weighed,
-    "weighed_and_scaled": weighed_and_scaled,
     "weighed_and_both_scaled": weighed_and_both_scaled,
     "spread": lambda own, width, layout: own[:, :1],
 }

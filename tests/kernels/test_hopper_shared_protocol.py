@@ -27,16 +27,6 @@ from stof_compile.kernels.bound_launch import Descriptor
 # -- registers ------------------------------------------------------------------------------------
 
 
-def weighed(s, offset, total, mult, dtype):
-    p, *told = hopper_attention.weighed(s, offset, total, mult)
-    return value(p), *told
-
-
-def weighed_and_scaled(s, offset, total, acc, mult, dtype):
-    p, own, total, alpha = weighed(s, offset, total, mult, dtype)
-    return p, own, total, alpha, value(acc * alpha[:, :1])
-
-
 def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
     p, own, total, alpha = hopper_attention.weighed(s, offset, total, mult)
     return value(p), own, total, value(acc * alpha[:, :1])
@@ -44,8 +34,6 @@ def weighed_and_wide_scaled(s, offset, total, acc, mult, dtype):
 
 INSTEAD = {
     **hopper_attention.INSTEAD,
-    "weighed": weighed,
-    "weighed_and_scaled": weighed_and_scaled,
     "weighed_and_wide_scaled": weighed_and_wide_scaled,
 }
 MODULES = hopper_shared_kernel, hopper_shared_loads, hopper_units

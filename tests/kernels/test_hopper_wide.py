@@ -4,19 +4,14 @@ results on the GPU. Its protocol with a ring of two is in ``test_hopper_protocol
 import pytest
 import torch
 from attention_cases import check_training
-from hopper_attention import check_on_gpu, short_rules, signals_unguarded
+from hopper_attention import check_on_gpu, compiled_alone, short_rules
 from stof_compile.kernels.attention_blockwise import BlockConfig, configs
 from stof_compile.kernels.attention_hopper import attention_hopper_forward
 from stof_compile.kernels.attention_hopper_backward import hopper_gradient_refusal
 from stof_compile.kernels.hopper_forms import (
     form_refusal,
-    query_slots,
-    registers_of,
-    ring,
     tile_of,
-    widths,
 )
-from stof_compile.kernels.limits import shared_memory_limit
 
 from stof_compile import masks
 from stof_compile.attention.call import with_shifted_tiles
@@ -116,41 +111,9 @@ def test_calls_by_hand_keep_the_tiles_of_the_grid():
 def test_compiles(head_dim, dtype, whole, has_part):
     """Whole: with planes, groups, a log-sum-exp and long rows in pieces. Of 256 dims a thread then
     puts some numbers of a unit away while it is in the loop over tiles."""
-    from compiling import compile_gluon, needs
-    from stof_compile.kernels.hopper_kernel import attention_hopper_kernel
-    from triton.experimental.gluon import language as gl
-
-    programs, stages = 2, 1 if head_dim > 160 else 2
-    block_d, tail_d = widths(head_dim, programs)
-    types = {"word_desc": f"tensordesc<i32[1, 128],{gl.NVMMASharedLayout(0, 32, rank=2)!r}>"}
-    for name in "qkvo":
-        for what, columns in ((name, block_d), (f"{name}_tail", tail_d)):
-            layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank=4)
-            types[f"{what}_desc"] = f"tensordesc<{dtype}[1, 1, 64, {columns}],{layout!r}>"
-    for name in ("k_short", "v_short", "k_short_tail", "v_short_tail"):
-        types[f"{name}_desc"] = "i32"
-    constants = {
-        "MULT": 0.18,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
-        "RING": ring(stages, block_d + tail_d),
-        "Q_SLOTS": query_slots(block_d + tail_d, programs),
-        "GROUP": 4 if whole else 1,
-        "SINGLE_PLANE": not whole,
-        "HAS_PART": has_part,
-        "RETURN_LSE": whole,
-        "SPLIT": whole,
-        "SHIFTED": False,
-    }
-    registers = registers_of(programs, block_d + tail_d)
-    compiled = compile_gluon(attention_hopper_kernel, 90, types, constants, maxnreg=registers)
-    found = needs(compiled, 90)
-    assert found.spill_bytes <= (32 if head_dim == 256 and whole else 0)
-    assert not signals_unguarded(compiled.asm["ptx"])
-    assert found.registers * 256 * programs <= 65536
-    # a multiprocessor has 228 KB; each program takes 1 KB more than it asks for
-    assert (found.shared_bytes + 1024) * programs <= 228 * 1024
-    assert found.shared_bytes <= shared_memory_limit(HOPPER)
+    stages = 1 if head_dim > 160 else 2
+    most = 32 if head_dim == 256 and whole else 0
+    compiled_alone(head_dim, 2, stages, dtype, whole, has_part, most_spilled=most)
 
 
 # -- results --------------------------------------------------------------------------------------
