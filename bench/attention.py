@@ -153,7 +153,8 @@ def _measure(variant: Variant, setup: Setup, prepared: Prepared) -> dict[str, An
     rounded = None
     if variant.fp8:
         rounded = oracle.rounded_answers(setup.cell, inputs, prepared.keep, rows)
-    report, problem = oracle.check(attend, inputs, rows, prepared.expected, rounded)
+    held = rows, prepared.expected, rounded, prepared.keep
+    report, problem = oracle.check(attend, inputs, *held)
     del rounded
     if problem:
         return problem

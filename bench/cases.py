@@ -4,7 +4,8 @@ Source: the four masks of Table 2 of the STOF paper with ``width = max(16, isqrt
 and global tokens and 10 % of the empty 64x64 tiles filled at random (BigBird), over the paper's
 three settings and 16x4096; ``mha`` has the other cells of its Figures 9 and 10.
 ``fixed`` is the fixed attention of Sparse Transformers, section 4.3: segments of 128 tokens, of
-which the last is seen by all behind it.
+which the last is seen by all behind it. ``documents`` are packed one behind the other and see
+themselves, ``random`` is a tenth of all 64x64 tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 MASKS = ("causal", "sliding", "longformer", "bigbird")
 RANDOM_FILL = 0.1
-RANDOM_BLOCK = 64  # tile of BigBird's random part; belongs to the mask, not to a kernel
+RANDOM_BLOCK = 64  # tile of a random part; belongs to the mask, not to a kernel
+WITH_RANDOM_TILES = ("bigbird", "random")
 DENSE_LIMIT = 32768  # tokens up to which a mask is also built as bool [S, S]: 1 GiB
 
 
@@ -32,9 +34,10 @@ class Cell:
     """One attention problem: ``[batch, heads, seq, head_dim]`` under a mask.
 
     Args:
-        mask: one of ``MASKS``, or "fixed".
+        mask: one of ``MASKS``, "fixed", "documents" or "random".
         window, global_tokens: width of the window on each side and number of global tokens; of
-            "fixed" the length of a segment and how many of its tokens others see.
+            "fixed" the length of a segment and how many of its tokens others see; of "documents"
+            their mean length and 0; of "random" 0.
         dtype: name of a torch dtype.
     """
 
@@ -129,6 +132,12 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
         *(Cell(b, s, "fixed", 128, 1) for b, s in ((8, 512), (16, 2048), (16, 4096))),
         Cell(1, 16384, "fixed", 128, 1, heads=32, head_dim=128),
     ),
+    # what packing and block sparsity have: tiles in places that no formula of positions knows
+    "blocks": tuple(
+        Cell(batch, seq, mask, window, 0, heads=heads, head_dim=dim)
+        for batch, seq, heads, dim in ((16, 2048, 12, 64), (16, 4096, 12, 64), (1, 16384, 32, 128))
+        for mask, window in (("documents", 512), ("random", 0))
+    ),
     # what Figures 9 and 10 have beside the cells of table2
     "mha": tuple(
         table2_cell(batch, seq, mask)
@@ -179,14 +188,30 @@ def mask_spec(cell: Cell) -> MaskSpec:
         return masks.longformer(window=cell.window, global_tokens=cell.global_tokens)
     if cell.mask == "fixed":
         return masks.fixed(cell.window, cell.global_tokens)
+    if cell.mask == "documents":
+        return masks.document(document_ids(cell))
+    if cell.mask == "random":
+        return masks.random_blocks(RANDOM_FILL, RANDOM_BLOCK, seed=0)
     return masks.bigbird(
         window=cell.window, global_tokens=cell.global_tokens, random_fill=RANDOM_FILL, seed=0
     )
 
 
-def arithmetic_rule(cell: Cell) -> MaskMod:
-    """The mask as comparisons of positions; for BigBird everything but its random tiles."""
+def document_ids(cell: Cell) -> Tensor:
+    """The document of each token, int64 ``[S]``: as many of them as their mean length tells, which
+    begin anywhere; always the same."""
+    generator = torch.Generator().manual_seed(0)
+    begins = torch.randperm(cell.seq - 1, generator=generator)[: cell.seq // cell.window - 1] + 1
+    ids = torch.zeros(cell.seq, dtype=torch.int64)
+    ids[begins] = 1
+    return ids.cumsum(0)
+
+
+def arithmetic_rule(cell: Cell, device: torch.device) -> MaskMod:
+    """The mask as comparisons of positions, or of documents; of masks with random tiles everything
+    but these."""
     window, global_tokens = cell.window, cell.global_tokens
+    documents = document_ids(cell).to(device) if cell.mask == "documents" else None
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k
@@ -201,7 +226,16 @@ def arithmetic_rule(cell: Cell) -> MaskMod:
         summary = k % window >= window - global_tokens
         return (q >= k) & ((q // window == k // window) | summary)
 
-    known = {"causal": causal, "sliding": sliding, "fixed": fixed}
+    def of_documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[q] == documents[k]
+
+    def nothing(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q < 0) & (k < 0)
+
+    known = {
+        "causal": causal, "sliding": sliding, "fixed": fixed, "documents": of_documents,
+        "random": nothing,
+    }  # fmt: skip
     return known.get(cell.mask, longformer)
 
 
@@ -215,12 +249,12 @@ def keep_rows(cell: Cell, rows: Tensor) -> Tensor:
     """Some rows of the mask as bool ``[len(rows), S]``; ``rows`` are positions of queries.
 
     The arithmetic of this file is compared with STOF's rule, so a wrong rule cannot pass as a fast
-    one; BigBird's random tiles come from STOF's rule, as no formula of this file defines them.
+    one; random tiles come from STOF's rule, as no formula of this file defines them.
     """
     q, k = rows[:, None], torch.arange(cell.seq, device=rows.device)[None, :]
     theirs, own = _both_rules(cell, q, k)
-    if cell.mask == "bigbird":
-        assert bool((theirs | ~own).all()), "BigBird must contain Longformer"
+    if cell.mask in WITH_RANDOM_TILES:
+        assert bool((theirs | ~own).all()), "the mask must contain its regular part"
         return theirs.contiguous()
     assert bool((theirs == own).all()), f"STOF's rule of {cell.name} differs from its definition"
     return theirs.contiguous()
@@ -231,7 +265,7 @@ def _both_rules(cell: Cell, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
     shape = (q.shape[0], k.shape[1])
     theirs = mask_spec(cell).bind(cell.seq, cell.seq).keep(zero, zero, q, k)
-    return theirs.expand(shape), arithmetic_rule(cell)(zero, zero, q, k).expand(shape)
+    return theirs.expand(shape), arithmetic_rule(cell, q.device)(zero, zero, q, k).expand(shape)
 
 
 def densities(cell: Cell, keep: Tensor | None, device: torch.device) -> tuple[float, float]:
@@ -261,7 +295,7 @@ def tile_fraction(keep: Tensor, block: int = 64) -> float:
 
 
 def random_tile_table(cell: Cell, device: torch.device) -> Tensor:
-    """BigBird's random tiles as bool ``[tiles, tiles]``: in the mask, not in its formula.
+    """The random tiles as bool ``[tiles, tiles]``: in the mask, not in its formula.
 
     They are whole tiles that the formula leaves empty, so the first element of each tells.
     """

@@ -105,11 +105,13 @@ def check(
     rows: Tensor | None,
     expected: Tensor,
     rounded: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> tuple[ErrorReport, str]:
     """Compare an attention with its answers, and see that it wrote every element of its output.
 
     Args:
         rounded: the answers for operands in e4m3, to which one that rounds them is held.
+        keep: the mask bool ``[S, S]``, None where that is too long and every row has a key.
 
     Returns:
         The distance from ``expected``, and in words what is wrong; "" where nothing is.
@@ -126,6 +128,7 @@ def check(
         wrong.append(f"max {report.max_rel:.3g} rms {report.rms_rel:.3g} against fp64")
     # the more keys a row has the smaller its average: beside the others its errors would not show
     size = held.square().mean(dim=-1, keepdim=True).sqrt()
+    size = torch.where(size > 0, size, 1)  # of rows without keys
     by_row = check_close(found / size, held / size, dtype)
     if report.ok and not by_row.ok:
         largest = f"max {by_row.max_rel:.3g} rms {by_row.rms_rel:.3g}"
@@ -134,7 +137,10 @@ def check(
         wrong.append("some elements are not finite or never written")
     del out, found
     # averages of ones are one: in all planes and rows, those without an answer among them
-    off = (attend(q, k, torch.ones_like(v)) - 1).abs().amax().item()
+    filled = torch.ones_like(v[:1, :1])
+    if keep is not None:
+        filled = filled * keep.any(dim=1)[:, None]
+    off = (attend(q, k, torch.ones_like(v)) - filled).abs().amax().item()
     if not off <= TOLERANCE[q.dtype][0]:
         wrong.append(f"the average of ones is off by {off:.3g} somewhere")
     return distance, "; ".join(wrong)

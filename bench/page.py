@@ -61,7 +61,7 @@ SECTIONS = (
             "density", _is("density"), tables.density_table),
     Section("Attention (Figures 9 and 10)", "The masks of Table 2 with a width of sqrt(S).",
             "attention --grid table2,mha",
-            _is("attention", without=("long", "headdims", "single", "scattered")),
+            _is("attention", without=("long", "headdims", "single", "scattered", "blocks")),
             tables.attention_table),
     Section("Head dims and dtypes", "Batch 4, 4,096 tokens, 12 heads.",
             "attention --grid headdims", _is("attention", "headdims"), tables.attention_table),
@@ -69,6 +69,9 @@ SECTIONS = (
             "attention --grid single", _is("attention", "single"), tables.attention_table),
     Section("Scattered columns", "Fixed attention of Sparse Transformers: segments of 128 tokens.",
             "attention --grid scattered", _is("attention", "scattered"), tables.attention_table),
+    Section("Documents and random tiles", "Packed documents of 512 tokens in the mean, which begin "
+            "anywhere and see themselves; a tenth of all tiles of 64 x 64.",
+            "attention --grid blocks", _is("attention", "blocks"), tables.attention_table),
     Section("Gradients of attention", "Both passes together, and the backward pass alone.",
             "backward --grid table2", _is("backward"), tables.backward_table),
     Section("Long sequences: attention", "The oracle answers sampled rows where all are too many.",

@@ -60,7 +60,8 @@ def full_parts(device: str) -> list[Part]:
     grids = [("Figures 9 and 10", "table2", "attention"), ("Figures 9 and 10", "mha", ""),
              ("long sequences", "long", ""), ("head dims", "headdims", ""),
              ("single precision", "single", ""),
-             ("scattered columns", "scattered", "")]  # fmt: skip
+             ("scattered columns", "scattered", ""),
+             ("documents and random tiles", "blocks", "")]  # fmt: skip
     attention = [
         Part(shows, "attention", name or f"attention-{grid}", {"grid": grid, **PATIENCE})
         for shows, grid, name in grids

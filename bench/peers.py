@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import RANDOM_BLOCK, Cell, MaskMod, arithmetic_rule, mask_spec, random_tile_table
+from cases import (
+    RANDOM_BLOCK,
+    WITH_RANDOM_TILES,
+    Cell,
+    MaskMod,
+    arithmetic_rule,
+    mask_spec,
+    random_tile_table,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -128,9 +136,9 @@ def gather_rule(keep: Tensor) -> MaskMod:
 
 
 def table_rule(cell: Cell, device: torch.device) -> MaskMod:
-    """Arithmetic, and for BigBird's random tiles one lookup in a small table of tiles."""
-    regular = arithmetic_rule(cell)
-    if cell.mask != "bigbird":
+    """Arithmetic, and for random tiles one lookup in a small table of tiles."""
+    regular = arithmetic_rule(cell, device)
+    if cell.mask not in WITH_RANDOM_TILES:
         return regular
     table = random_tile_table(cell, device)
 
@@ -153,7 +161,8 @@ def split_block_mask(setup: Setup, block: int, causal: bool = False) -> BlockMas
     assert RANDOM_BLOCK % block == 0, (
         f"random tiles of {RANDOM_BLOCK} are not whole blocks of {block}"
     )
-    whole, arithmetic = table_rule(setup.cell, setup.device), arithmetic_rule(setup.cell)
+    cell, device = setup.cell, setup.device
+    whole, arithmetic = table_rule(cell, device), arithmetic_rule(cell, device)
     if causal:
         whole, arithmetic = _and_causal(whole), _and_causal(arithmetic)
     built = _block_mask(setup, whole, block)
@@ -175,8 +184,8 @@ def _and_causal(rule: MaskMod) -> MaskMod:
 
 
 def _flex_default(setup: Setup) -> Attend:
-    rule = arithmetic_rule(setup.cell)
-    if setup.cell.mask == "bigbird":
+    rule = arithmetic_rule(setup.cell, setup.device)
+    if setup.cell.mask in WITH_RANDOM_TILES:
         rule = gather_rule(setup.dense)
     return _flex(_block_mask(setup, rule, 128), {})
 
@@ -284,7 +293,7 @@ def default_variants(cell: Cell) -> list[Variant]:
     name.
     """
     variants = [Variant("flex_default", "b128", _flex_default)]
-    if cell.mask == "bigbird":
+    if cell.mask in WITH_RANDOM_TILES:
         variants += [Variant("flex_default", "b128_table", _flex_default_table)]
     return variants
 

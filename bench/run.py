@@ -43,9 +43,9 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("files", nargs="*", type=Path, help="report: CSV files")
     parsed.add_argument(
         "--grid",
-        help="attention, backward: table2 (default), long, headdims, single, scattered, mha, cpu, "
-        "smoke, ...; several with commas between them, each into a file of its own unless --out "
-        "names one",
+        help="attention, backward: table2 (default), long, headdims, single, scattered, blocks, "
+        "mha, cpu, smoke, ...; several with commas between them, each into a file of its own "
+        "unless --out names one",
     )
     parsed.add_argument(
         "--cells",

@@ -222,7 +222,8 @@ def _measure(
     attend = bind(kernel, trial, mask, cell.head_dim**-0.5, cell.batch * cell.heads)
     inputs = prepared.check_inputs
     compile_s = timing.first_call(attend, inputs, device)
-    report, problem = oracle.check(attend, inputs, prepared.rows, prepared.expected)
+    held = prepared.rows, prepared.expected, None, prepared.keep
+    report, problem = oracle.check(attend, inputs, *held)
     if problem:
         return problem
     replay = timing.replay_time(attend, prepared.sets, device, budget_s=0.1)

@@ -59,7 +59,7 @@ SHARED = (
         producer=56,
         dims=(65, 128),
         offered_from=97,
-        most_scores=1.45,
+        most_scores=1.8,
     ),
     SharedForm(
         rows=128,
@@ -90,12 +90,12 @@ SHARED = (
 )
 _TILES = {(TILE, TILE), (TILE, PAIR_KEYS), *((form.rows, TILE) for form in SHARED)}
 # (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys,
-# no next keys where they do not fit) by the width of a head.
+# no next keys where they do not fit) by the width of a head; calls by hand take the first.
 _FORMS = {
     64: ((4, 2),),
     80: ((3, 2), (2, 3)),
     96: ((3, 2), (2, 3)),
-    128: ((2, 2), (3, 1)),
+    128: ((3, 1), (2, 2)),
     144: ((2, 2),),
     160: ((2, 2),),
     192: ((2, 1),),

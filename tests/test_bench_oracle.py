@@ -6,7 +6,7 @@ import torch
 pytestmark = pytest.mark.usefixtures("bench_path")
 CPU = torch.device("cpu")
 SEQ, BATCH, HEADS = 4160, 2, 3
-MASKS = ("causal", "sliding", "longformer", "bigbird", "fixed")
+MASKS = ("causal", "sliding", "longformer", "bigbird", "fixed", "documents", "random")
 
 
 @pytest.fixture
@@ -141,6 +141,24 @@ def test_faults_that_are_seen(fault, words, few, cell):
     assert words in wrong and bool(wrong) == bool(words)
     if fault is nothing:
         assert report.ok and 0 < report.rms_rel < 1e-6
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_rows_without_keys_are_zeros(value, few):
+    from cases import Cell, dense_mask, make_inputs
+
+    cell = Cell(1, 2048, "random", 0, 0, heads=2, head_dim=8, dtype="float32")
+    keep, inputs = dense_mask(cell, CPU), make_inputs(cell, CPU, torch.Generator().manual_seed(1))
+    empty = ~keep.any(dim=1)
+    assert 0 < int(empty.sum()) < 2048
+
+    def attend(q, k, v):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        out[:, :, empty] = value
+        return out
+
+    _, wrong = few.check(attend, inputs, None, few.answers(cell, inputs, keep, None), keep=keep)
+    assert bool(wrong) == bool(value)
 
 
 # -- operands in e4m3 -----------------------------------------------------------------------------

@@ -114,6 +114,10 @@ FILES = {
         attention(peer, us, us, "8x512/fixed")
         for peer, us in (("flex_expert", "6"), ("stof", "5"))
     ],
+    "attention-blocks-cuda": [
+        attention(peer, us, us, "16x2048/random")
+        for peer, us in (("flex_expert", "7"), ("stof", "6"))
+    ],
     "e2e-cuda": [
         model("compile-default", "200", "500"), model("flex-default", "150", "300"),
         model("stof-default", "100", "400"), model("stof-attention", "120", "400"),

@@ -146,6 +146,18 @@ def test_random_tiles_and_densities_without_the_matrix():
     assert torch.equal(table.repeat_interleave(64, 0).repeat_interleave(64, 1), extra)
 
 
+def test_documents_and_random_tiles():
+    from cases import GRIDS, dense_mask, document_ids, random_tile_table
+
+    documents, random = GRIDS["blocks"][:2]
+    ids = document_ids(documents)
+    assert torch.equal(ids, document_ids(documents)) and int(ids.max()) == 3  # of 512 in the mean
+    assert torch.equal(dense_mask(documents, CPU), ids[:, None] == ids)
+    keep, table = dense_mask(random, CPU), random_tile_table(random, CPU)
+    assert torch.equal(table.repeat_interleave(64, 0).repeat_interleave(64, 1), keep)
+    assert 0.08 < float(keep.double().mean()) < 0.12
+
+
 def test_a_peer_that_takes_the_mask_as_a_matrix_is_missing_where_it_is_too_long():
     from cases import GRIDS
     from peers import PeerMissingError, Setup, chosen_variants

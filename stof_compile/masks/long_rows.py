@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from stof_compile.masks.block_mask import BlockMask
@@ -28,7 +30,7 @@ def row_pieces(mask: BlockMask, planes: int, programs: int, *, queued: bool) -> 
         queued: whether programs take heavy rows first, of all heads; else heads follow each other,
             and the heavy rows of the last ones begin late.
     Returns:
-        1 or a power of two up to 64.
+        1 to 64; where heads follow each other a power of two.
     """
     longest = mask.max_row_tiles
     keys = longest * mask.block_k
@@ -43,13 +45,16 @@ def row_pieces(mask: BlockMask, planes: int, programs: int, *, queued: bool) -> 
     share = mask.col_idx.numel() / mask.planes * planes / (processors * programs)
     shares = longest / share  # of a program's even part of all tiles
     if queued:
-        wanted = shares if shares > 1.25 else 1.0
+        wanted = 1.2 * shares if shares > 1.25 else 1.0
     else:
         wanted = max(4.0, 4 * shares) if shares > 0.25 else 1.0
     wanted = max(min(wanted, keys / PIECE_KEYS, MOST_PIECES), keys / MOST_KEYS_ADDED)
+    most = max(1, 2 * mask.rows // heavy)  # they are held in fp32
+    if queued:
+        return min(math.ceil(wanted), MOST_PIECES, most)
     pieces = 1
     while pieces < min(wanted, MOST_PIECES):
         pieces *= 2
-    while pieces > 1 and heavy * pieces > 2 * mask.rows:  # they are held in fp32
+    while pieces > most:
         pieces //= 2
     return pieces

@@ -101,7 +101,7 @@ def test_configs_follow_the_mask():
     assert mask.is_band and computed.loops == 3  # pieces are cut from lists of tiles
     assert computed.heavy_rows == mask.heavy_rows == 1 and computed.pieces == 32
     hopper = BlockConfig(*honest_config(mask, BlockConfig(hopper=2), 12))
-    assert hopper.heavy_rows == 1 and hopper.pieces == 8
+    assert hopper.heavy_rows == 1 and hopper.pieces == 6
     crowded = BlockConfig(*honest_config(mask, BlockConfig(loops=7), 12 * 64))
     assert crowded.loops == 7 and crowded.heavy_rows == 0 and crowded.pieces == 1
 
