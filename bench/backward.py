@@ -178,7 +178,7 @@ def check(
             if not report.ok:
                 largest = f"max {report.max_rel:.3g} rms {report.rms_rel:.3g}"
                 wrong.append(f"d{name}: {largest} against fp64{over}")
-    wrong += broken_sums(inputs, found, dtype) if not wrong else []
+    wrong += broken_sums(prepared, found, dtype) if not wrong else []
     worst = ErrorReport(
         max((r.max_rel for r in reports), default=0.0),
         max((r.rms_rel for r in reports), default=0.0),
@@ -195,14 +195,15 @@ def tile_sizes(exact: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def broken_sums(inputs: Inputs, found: Gradients, dtype: torch.dtype) -> list[str]:
+def broken_sums(prepared: Prepared, found: Gradients, dtype: torch.dtype) -> list[str]:
     """What is wrong in any plane with two sums that hold whatever the mask, in words.
 
     The weights of a row are 1 together, so dV over all keys is the gradient of the output over all
-    rows. Scores are products of q and k, so q dq and k dk have the same sum. All rows of these
-    masks have a key.
+    rows that have a key. Scores are products of q and k, so q dq and k dk have the same sum.
     """
-    q, k, _, wanted = (t.detach() for t in inputs)
+    q, k, _, wanted = (t.detach() for t in prepared.inputs)
+    if prepared.keep is not None:
+        wanted = wanted * prepared.keep.any(dim=1)[:, None]
     dq, dk, dv = found
     allowed = GRADIENT_SCALE * TOLERANCE[dtype][0]
     wrong = []

@@ -198,13 +198,13 @@ def mask_spec(cell: Cell) -> MaskSpec:
 
 
 def document_ids(cell: Cell) -> Tensor:
-    """The document of each token, int64 ``[S]``: as many of them as their mean length tells, which
+    """The document of each token, int32 ``[S]``: as many of them as their mean length tells, which
     begin anywhere; always the same."""
     generator = torch.Generator().manual_seed(0)
-    begins = torch.randperm(cell.seq - 1, generator=generator)[: cell.seq // cell.window - 1] + 1
-    ids = torch.zeros(cell.seq, dtype=torch.int64)
-    ids[begins] = 1
-    return ids.cumsum(0)
+    begins = torch.randperm(cell.seq - 1, generator=generator)
+    ids = torch.zeros(cell.seq, dtype=torch.int32)
+    ids[1 + begins[: max(0, cell.seq // cell.window - 1)]] = 1
+    return ids.cumsum(0, dtype=torch.int32)
 
 
 def arithmetic_rule(cell: Cell, device: torch.device) -> MaskMod:

@@ -151,7 +151,7 @@ def table_rule(cell: Cell, device: torch.device) -> MaskMod:
 def split_block_mask(setup: Setup, block: int, causal: bool = False) -> BlockMask:
     """Block mask of the whole rule, but only its arithmetic part evaluated inside partial blocks.
 
-    Right because BigBird's random tiles are whole blocks, on either side of the diagonal:
+    Right because random tiles are whole blocks, on either side of the diagonal:
     FlexAttention never evaluates the rule in full blocks. The last block of a ragged length is
     never full, so there the whole rule is evaluated.
 

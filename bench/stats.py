@@ -18,7 +18,8 @@ OPPONENTS: dict[str, tuple[str, ...] | None] = {
     "default flex": ("flex_default",),
     "SDPA + mask": ("sdpa_mask",),
 }
-# BigBird under default blocks; other masks have a formula, and one spelling
+# Masks with random tiles under default blocks; others have a formula, and one spelling.
+SPELLED = ("bigbird", "random")
 SPELLINGS = {"a dense lookup": "b128", "a tile table": "b128_table"}
 
 
@@ -154,7 +155,8 @@ def means(rows: Sequence[Row], time_field: str = "median_us") -> str:
 def spelling_ratios(
     rows: Sequence[Row], variant: str, time_field: str = "median_us"
 ) -> tuple[dict[str, float], int]:
-    """STOF against one spelling of default flex per cell; and in how many BigBird cells it is.
+    """STOF against one spelling of default flex per cell; and in how many cells with random
+    tiles it is.
 
     A cell without that spelling counts with its best default row.
     """
@@ -163,7 +165,7 @@ def spelling_ratios(
         spelled = [
             r
             for r in group
-            if (r["peer"], r["variant"], r["mask"]) == ("flex_default", variant, "bigbird")
+            if (r["peer"], r["variant"]) == ("flex_default", variant) and r["mask"] in SPELLED
         ]
         stof = best_of(group, ("stof",), time_field)
         other = best_of(spelled or group, ("flex_default",), time_field)

@@ -102,6 +102,7 @@ def configs(
     narrow: bool = False,
     pairs: bool = False,
     shared: bool = False,
+    pairs_first: bool = True,
     shifted: bool = False,
     limits: bool = True,
 ) -> list[BlockConfig]:
@@ -121,6 +122,7 @@ def configs(
         narrow: whether tiles of 32 keys hold much less than those of 64 do.
         pairs: whether tiles of 128 keys hold little more.
         shared: whether those of the form do whose consumers share keys.
+        pairs_first: whether the first of the two is likely the faster one.
         shifted: whether fewer tiles do where they begin with the keys of their rows.
         limits: whether limits of registers hold: not for bands over lengths that are no multiple of
             a tile, see ``_limit``.
@@ -169,7 +171,7 @@ def configs(
     units = 0 if q_len is None or planes is None else planes * -(-q_len // 64)
     if not hopper_pays(head_dim, value_dim, dtype, capability, units, plain=plain):
         return found
-    forms = hopper_forms(head_dim, pairs=pairs, shared=shared)
+    forms = hopper_forms(head_dim, pairs=pairs, shared=shared, pairs_first=pairs_first)
     groups = [BlockConfig(rows, keys, 4, stages, hopper=p) for rows, keys, p, stages in forms]
     if shifted and head_dim <= SHIFTED_DIMS:
         square = [config for config in groups if config[:2] == (64, 64)]

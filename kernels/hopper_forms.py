@@ -90,7 +90,8 @@ SHARED = (
 )
 _TILES = {(TILE, TILE), (TILE, PAIR_KEYS), *((form.rows, TILE) for form in SHARED)}
 # (programs per multiprocessor, pairs of key and value tiles in flight; 1: a pair and the next keys,
-# no next keys where they do not fit) by the width of a head; calls by hand take the first.
+# no next keys where they do not fit) by the width of a head; the first is taken where
+# nothing is measured.
 _FORMS = {
     64: ((4, 2),),
     80: ((3, 2), (2, 3)),
@@ -162,7 +163,7 @@ def form_refusal(
 
 
 def hopper_forms(
-    head_dim: int, *, pairs: bool = False, shared: bool = False
+    head_dim: int, *, pairs: bool = False, shared: bool = False, pairs_first: bool = True
 ) -> list[tuple[int, int, int, int]]:
     """(rows and keys of a tile, programs per multiprocessor, pairs of tiles in flight) worth
     timing.
@@ -170,13 +171,16 @@ def hopper_forms(
     Args:
         pairs: whether tiles of 128 keys hold little more than those of 64 do.
         shared: whether those of ``offered_form`` do.
+        pairs_first: whether the first of the two is likely the faster one.
     """
     width = sum(widths(head_dim, 2))
     found = [(TILE, TILE, programs, stages) for programs, stages in _FORMS[width]]
     form = offered_form(head_dim) if shared else None
     if form is not None:
         found = [(form.rows, TILE, form.programs, form.key_tiles), *found]
-    return [(TILE, PAIR_KEYS, 1, 2), *found] if pairs and width == 128 else found
+    if pairs and width == 128:
+        found.insert(0 if pairs_first or form is None else 1, (TILE, PAIR_KEYS, 1, 2))
+    return found
 
 
 def widths(head_dim: int, programs: int) -> tuple[int, int]:

@@ -143,7 +143,7 @@ def test_faults_that_are_seen(fault, words, few, cell):
         assert report.ok and 0 < report.rms_rel < 1e-6
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5])
+@pytest.mark.parametrize("value", [0.0, 1e-6, 0.5])
 def test_rows_without_keys_are_zeros(value, few):
     from cases import Cell, dense_mask, make_inputs
 

@@ -13,6 +13,7 @@ from stof_compile.config_fields import hopper_programs
 from stof_compile.errors import StofUnsupportedError
 from stof_compile.masks.dense_tensor import dense_bytes
 from stof_compile.masks.hopper_arrays import kinds_refusal
+from stof_compile.masks.long_rows import row_pieces
 from stof_compile.masks.shifted_tiles import SHIFTED_SHARE
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ TILE, NARROW_TILE = (64, 64), (64, 32)
 # most the first, tiles of more rows where theirs have at most the second. Half a tile takes two
 # thirds of TILE's instructions, which 0.75 would make up for; more programs fit a multiprocessor.
 NARROW_SHARE, LARGE_SHARE = 0.85, 1.25
-# Two tile rows at a time save loads, not scores: tiles of PAIR_TILE may hold this much more.
-PAIR_TILE, PAIR_SHARE = (64, 128), 1.15
+# Two tile rows at a time save loads, not scores: tiles of PAIR_TILE may hold this much more. Up to
+# PAIRS_FIRST (dense and causal masks from 2,048 tokens on: 1.00 to 1.03) they are likely the best;
+# at 1.06 to 1.11 (packed documents, Longformer) 192 queries that share their keys were faster.
+PAIR_TILE, PAIR_SHARE, PAIRS_FIRST = (64, 128), 1.15, 1.04
 _LOOPS = 4  # position of the loop form in a block-wise config
 
 
@@ -169,8 +172,13 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         tile = form.rows, TILE[1]
         shared = _tile_area(problem, tile) <= form.most_scores * most
         shared = shared and kinds_refusal(problem.block_mask(tile).bitmap.shape[0]) is None
+        # long rows are not cut in this form: with few heads all else would wait for them
+        shared = (
+            shared and row_pieces(problem.block_mask(tile), planes, form.programs, queued=True) == 1
+        )
     pairs = together and 96 < problem.head_dim <= 128
     pairs = pairs and _tile_area(problem, PAIR_TILE) <= PAIR_SHARE * most
+    pairs_first = pairs and _tile_area(problem, PAIR_TILE) <= PAIRS_FIRST * most
     on_hopper = half and problem.plain and capability[0] == 9
     on_hopper = on_hopper and problem.head_dim <= SHIFTED_DIMS
     shifted = on_hopper and block_mask.shifted_share <= SHIFTED_SHARE
@@ -191,6 +199,7 @@ def plausible_configs(problem: AttentionProblem, kernel: str) -> list[tuple[int,
         narrow=narrow,
         pairs=pairs,
         shared=shared,
+        pairs_first=pairs_first,
         shifted=shifted,
         limits=block_mask.band is None or problem.q_len % TILE[0] == problem.k_len % TILE[1] == 0,
     ):

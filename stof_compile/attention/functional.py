@@ -275,12 +275,13 @@ def _attend(
     _refuse_functional_gradients()
     by_hand = kernel == "block" and not is_recorded(q, k, v, bias)
     if kernel == "block":
+        planes = q.shape[0] * q.shape[1]
         if by_hand and return_lse:
             config = with_shifted_tiles(block_mask, config, q.shape[3])
         elif by_hand:
             other = partial(_block_mask, spec, q, k)
-            block_mask, config = suited(block_mask, config, q.shape[3], other)
-        config = honest_config(block_mask, config, q.shape[0] * q.shape[1])
+            block_mask, config = suited(block_mask, config, q.shape[3], planes, other)
+        config = honest_config(block_mask, config, planes)
     arrays = [*mask_arrays(block_mask, config if kernel == "block" else ()).values()]
     band = [] if block_mask.band is None else block_mask.band.as_ints()
     if by_hand:

@@ -1,4 +1,4 @@
-"""Which form of the Hopper kernel a call by hand takes: what compiled code would time first.
+"""Which form of the Hopper kernel a call by hand takes: the one that compiled code lists first.
 
 Nothing is measured there, so it is the tiles of the mask that decide, as in ``decision_table.py``.
 """
@@ -10,21 +10,18 @@ from collections.abc import Callable
 import torch
 
 from stof_compile.attention.call import with_shifted_tiles
-from stof_compile.attention.decision_table import PAIR_TILE
+from stof_compile.attention.decision_table import PAIR_TILE, PAIRS_FIRST
 from stof_compile.config_fields import hopper_programs
 from stof_compile.masks.block_mask import BlockMask
 from stof_compile.masks.hopper_arrays import kinds_refusal
-
-# Scores in tiles of two rows at a time, over those in tiles of 64 x 64, up to which that form is
-# taken: dense and causal masks have 1.00 and 1.02. At 1.06 to 1.11 (packed documents, Longformer)
-# 192 queries that share their keys are faster (docs/kernels.md).
-_PAIR_SHARE = 1.04
+from stof_compile.masks.long_rows import row_pieces
 
 
 def suited(
     block_mask: BlockMask,
     config: tuple[int, ...],
     head_dim: int,
+    planes: int,
     other: Callable[[tuple[int, int]], BlockMask],
 ) -> tuple[BlockMask, tuple[int, ...]]:
     """The form of the Hopper kernel that suits a mask: for calls without log-sum-exp or gradients.
@@ -45,7 +42,10 @@ def suited(
         if hopper_programs(found) > 1 and block_mask.heavy_rows:
             continue  # one consumer's work in a row of two: 4 to 5 % slower under Longformer
         larger = _retiled(block_mask, tile, most_scores, other)
-        if larger is not None:
+        if larger is None:
+            continue
+        # long rows are not cut in these forms: with few heads all else would wait for them
+        if row_pieces(larger, planes, hopper_programs(found), queued=True) == 1:
             return larger, found
     return block_mask, with_shifted_tiles(block_mask, config, head_dim)
 
@@ -67,7 +67,7 @@ def _larger(head_dim: int) -> list[tuple[tuple[int, int], float, tuple[int, ...]
     from stof_compile.kernels.hopper_forms import hopper_forms, offered_form
 
     form = offered_form(head_dim)
-    most_scores = {PAIR_TILE: _PAIR_SHARE}
+    most_scores = {PAIR_TILE: PAIRS_FIRST}
     if form is not None:
         most_scores[form.rows, 64] = form.most_scores
     return [

@@ -48,7 +48,7 @@ def row_pieces(mask: BlockMask, planes: int, programs: int, *, queued: bool) -> 
         wanted = 1.2 * shares if shares > 1.25 else 1.0
     else:
         wanted = max(4.0, 4 * shares) if shares > 0.25 else 1.0
-    wanted = max(min(wanted, keys / PIECE_KEYS, MOST_PIECES), keys / MOST_KEYS_ADDED)
+    wanted = max(min(wanted, keys // PIECE_KEYS, MOST_PIECES), keys / MOST_KEYS_ADDED)
     most = max(1, 2 * mask.rows // heavy)  # they are held in fp32
     if queued:
         return min(math.ceil(wanted), MOST_PIECES, most)

@@ -23,7 +23,7 @@ def first(head_dim):
     return tuple(configs(head_dim, HALF, HOPPER, q_len=4096, planes=192, plain=True)[0])
 
 
-def chosen(spec, head_dim, length=4096, config=None):
+def chosen(spec, head_dim, length=4096, config=None, planes=192):
     """(tile, programs, shifted) of the call, after the second time asked."""
     mask = build_block_mask(spec, length, length, 64)
     built = []
@@ -34,7 +34,7 @@ def chosen(spec, head_dim, length=4096, config=None):
 
     config = first(head_dim) if config is None else config
     for _ in range(2):
-        found, how = suited(mask, config, head_dim, other)
+        found, how = suited(mask, config, head_dim, planes, other)
     how = BlockConfig(*how)
     assert (found.block_q, found.block_k) == how[:2]
     assert len(built) == (found is not mask), "built once, and only what is taken"
@@ -54,7 +54,7 @@ def chosen(spec, head_dim, length=4096, config=None):
         (WINDOW, 160, ((64, 64), 2, 0)),
         (WINDOW, 256, ((128, 64), 1, 0)),
         (masks.sliding_window(64), 128, ((192, 64), 1, 0)),
-        (masks.document([n // 400 for n in range(4096)]), 128, ((192, 64), 1, 0)),
+        (masks.document([n // 900 for n in range(4096)]), 128, ((192, 64), 1, 0)),
         (BIGBIRD, 128, ((64, 64), 3, 0)),
         (BIGBIRD, 256, ((128, 64), 1, 0)),
         (masks.sliding_window(45), 64, ((64, 64), 4, 1)),
@@ -68,11 +68,24 @@ def test_larger_tiles_where_they_hold_little_more(spec, head_dim, expected):
     assert chosen(spec, head_dim) == expected
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_rows_that_would_have_to_be_cut_keep_the_grid(head_dim):
+    longformer = masks.longformer(64, 64)
+    larger = ((192 if head_dim == 128 else 128, 64), 1, 0)
+    assert chosen(longformer, head_dim, planes=192) == larger
+    mask = build_block_mask(longformer, 4096, 4096, 64)
+    found, config = suited(
+        mask, first(head_dim), head_dim, 12,
+        lambda tile: build_block_mask(longformer, 4096, 4096, tile),
+    )  # fmt: skip
+    assert found is mask and config[:2] == (64, 64)
+
+
 def test_as_they_are_elsewhere():
     portable = tuple(BlockConfig())
     assert chosen(masks.causal(), 64, config=portable) == ((64, 64), 0, 0)
     nothing = build_block_mask(masks.dense(), 0, 0, 64)
-    assert suited(nothing, first(64), 64, None) == (nothing, first(64))
+    assert suited(nothing, first(64), 64, 192, None) == (nothing, first(64))
 
 
 @pytest.mark.parametrize("tile", [(64, 128), (128, 64), (192, 64)])
@@ -95,18 +108,18 @@ def test_a_capture_keeps_what_is_there(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(mask), "device", torch.device("cuda"))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert suited(mask, first(64), 64, None) == (mask, first(64))
-    assert suited(mask, first(64), 64, lambda tile: other)[0] is other
+        assert suited(mask, first(64), 64, 192, None) == (mask, first(64))
+    assert suited(mask, first(64), 64, 192, lambda tile: other)[0] is other
     monkeypatch.setattr(type(mask), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert suited(mask, first(64), 64, None)[0] is other
+    assert suited(mask, first(64), 64, 192, None)[0] is other
 
 
 def test_too_many_different_tiles_keep_the_grid(monkeypatch):
     monkeypatch.setattr(suited_tiles, "kinds_refusal", lambda different: "too many")
     mask = build_block_mask(masks.causal(), 2048, 2048, 64)
     found, _ = suited(
-        mask, first(256), 256, lambda tile: build_block_mask(masks.causal(), 2048, 2048, tile)
+        mask, first(256), 256, 192, lambda tile: build_block_mask(masks.causal(), 2048, 2048, tile)
     )
     assert found is mask
 

@@ -73,14 +73,18 @@ def worth_timing(monkeypatch):
     """``worth_timing(rule, head_dim, length)``: forms of rows that share keys on Hopper."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
 
-    def call(spec, head_dim=128, length=2048, **facts):
-        strides = (length * 12 * head_dim, head_dim, 12 * head_dim, 1)
-        meta = TensorMeta((8, 12, length, head_dim), strides, HALF)
-        asked = AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.125, **facts)
-        found = [BlockConfig(*config) for config in plausible_configs(asked, "block")]
+    def call(spec, head_dim=128, length=2048, batch=8, **facts):
+        found = listed(spec, head_dim, length, batch, **facts)
         return [config._replace(heads_fast=0, heavy_rows=0) for config in sharing(found)]
 
     return call
+
+
+def listed(spec, head_dim, length, batch, **facts):
+    strides = (length * 12 * head_dim, head_dim, 12 * head_dim, 1)
+    meta = TensorMeta((batch, 12, length, head_dim), strides, HALF)
+    asked = AttentionProblem(meta, meta, meta, spec, 0, torch.device("cpu"), 0.125, **facts)
+    return [BlockConfig(*config) for config in plausible_configs(asked, "block")]
 
 
 def test_timed_where_rows_share_most_of_their_keys(worth_timing):
@@ -98,6 +102,21 @@ def test_timed_where_rows_share_most_of_their_keys(worth_timing):
     assert not worth_timing(masks.bigbird(45, 45, 0.1))  # 1.98 times
     assert not worth_timing(masks.sliding_window(64), 64)  # 1.33 times
     assert worth_timing(masks.bigbird(64, 64, 0.1), 256, 4096)  # 1.64 times
+
+
+def test_not_timed_where_long_rows_have_to_be_cut(worth_timing):
+    longformer = masks.longformer(64, 64)
+    assert worth_timing(longformer, length=4096) == [SHARED]
+    assert not worth_timing(longformer, length=4096, batch=1)
+    assert not worth_timing(longformer, 256, length=4096, batch=1)
+
+
+def test_which_form_is_listed_first(worth_timing):
+    documents = masks.document([n // 900 for n in range(4096)])
+    for spec, tile in ((masks.causal(), (64, 128)), (documents, (192, 64))):
+        found = listed(spec, 128, 4096, 8)
+        assert {(64, 128), (192, 64)} == {config[:2] for config in found[:2]}
+        assert found[0][:2] == tile
 
 
 def test_no_mask_is_built_where_the_kernel_cannot_be_offered(worth_timing, monkeypatch):

@@ -41,7 +41,7 @@ def places(monkeypatch):
 # -- order ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("pieces", [1, 3, 4])
 @pytest.mark.parametrize("last_heads", [1, 2, 6])
 @pytest.mark.parametrize("heavy_rows", [0, 1, 3, 7])
 def test_every_row_is_a_unit_once(heavy_rows, last_heads, pieces, places):

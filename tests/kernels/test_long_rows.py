@@ -9,7 +9,7 @@ from stof_compile.kernels.reference import attention_reference
 from stof_compile import masks, sparse_attention
 from stof_compile.attention.call import honest_config, mask_arrays
 from stof_compile.masks.block_mask import build_block_mask
-from stof_compile.masks.long_rows import MOST_PIECES, row_pieces
+from stof_compile.masks.long_rows import MOST_PIECES, PIECE_KEYS, row_pieces
 
 SPLIT_CASES = {
     "global rows": Case(rule="longformer", band=True),
@@ -91,6 +91,11 @@ def test_their_pieces_do_not_take_more_memory_than_the_result_four_times():
     mask = build_block_mask(masks.from_tensor(keep), 8192, 8192, 64)
     assert mask.heavy_rows == 43
     assert row_pieces(mask, 1, 3, queued=False) == 4
+    assert row_pieces(mask, 1, 3, queued=True) == 5  # 43 * 5 rows of 128
+
+
+def test_a_piece_has_so_many_keys_at_least():
+    assert pieces_of(masks.longformer(64, 64), 4160, heads=1) == 4160 // PIECE_KEYS
 
 
 def test_configs_follow_the_mask():
