@@ -109,6 +109,16 @@ def test_faults_in_planes_without_a_reference_are_seen(cell, prepared):
     assert "different sums" in problem(0) and "different sums" in problem(1)
 
 
+def test_rows_without_keys_have_no_gradient(cell):
+    import backward
+
+    random = replace(cell, mask="random", seq=2048, window=0, global_tokens=0, batch=1, heads=1)
+    prepared = backward.prepare(random, torch.device("cpu"), 3)
+    assert not prepared.keep.any(dim=1).all()
+    found = tuple(t.to(cell.torch_dtype)[None] for t in prepared.expected)
+    assert backward.check(lambda *_: found, prepared, cell.torch_dtype)[1] == ""
+
+
 def test_passes_that_were_timed_in_two_ways_are_no_row(cell, prepared, monkeypatch, tmp_path):
     import backward
     from peers import Setup, Variant
