@@ -18,7 +18,7 @@ OPPONENTS: dict[str, tuple[str, ...] | None] = {
     "default flex": ("flex_default",),
     "SDPA + mask": ("sdpa_mask",),
 }
-# Masks with random tiles under default blocks; others have a formula, and one spelling.
+# Masks with random tiles (cases.py) under default blocks; others have a formula, and one spelling.
 SPELLED = ("bigbird", "random")
 SPELLINGS = {"a dense lookup": "b128", "a tile table": "b128_table"}
 

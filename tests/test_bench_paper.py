@@ -147,8 +147,10 @@ def test_random_tiles_and_densities_without_the_matrix():
 
 
 def test_documents_and_random_tiles():
-    from cases import GRIDS, dense_mask, document_ids, random_tile_table
+    from cases import GRIDS, WITH_RANDOM_TILES, dense_mask, document_ids, random_tile_table
+    from stats import SPELLED  # read where torch is not
 
+    assert SPELLED == WITH_RANDOM_TILES
     documents, random = GRIDS["blocks"][:2]
     ids = document_ids(documents)
     assert torch.equal(ids, document_ids(documents)) and int(ids.max()) == 3  # of 512 in the mean

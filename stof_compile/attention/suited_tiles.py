@@ -6,6 +6,7 @@ Nothing is measured there, so it is the tiles of the mask that decide, as in ``d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -31,6 +32,7 @@ def suited(
 
     Args:
         block_mask: in tiles of 64 x 64. config: fields of a BlockConfig for it.
+        planes: batch times heads.
         other: (rows, keys) of a tile -> the mask in such tiles.
 
     Returns:
@@ -61,7 +63,8 @@ def scores_share(block_mask: BlockMask, tile: tuple[int, int]) -> float:
     return found * rows * keys / max(1, place.numel())
 
 
-def _larger(head_dim: int) -> list[tuple[tuple[int, int], float, tuple[int, ...]]]:
+@cache
+def _larger(head_dim: int) -> tuple[tuple[tuple[int, int], float, tuple[int, ...]], ...]:
     """(tile, most scores it may hold, config) of forms with larger tiles, the likely best first."""
     from stof_compile.kernels.attention_blockwise import BlockConfig
     from stof_compile.kernels.hopper_forms import hopper_forms, offered_form
@@ -70,11 +73,11 @@ def _larger(head_dim: int) -> list[tuple[tuple[int, int], float, tuple[int, ...]
     most_scores = {PAIR_TILE: PAIRS_FIRST}
     if form is not None:
         most_scores[form.rows, 64] = form.most_scores
-    return [
+    return tuple(
         ((rows, keys), most_scores[rows, keys], tuple(BlockConfig(rows, keys, 4, stages, hopper=n)))
         for rows, keys, n, stages in hopper_forms(head_dim, pairs=True, shared=True)
         if (rows, keys) in most_scores
-    ]
+    )
 
 
 def _retiled(
