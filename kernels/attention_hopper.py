@@ -38,6 +38,7 @@ from .hopper_operands import (
     shared_layout,
     tiles_of,
 )
+from .l2_sides import l2_sides
 from .long_rows import WARPS, Pieces, merged, merging, new_pieces
 from .memo import remember
 from .merge_kernel import merge_rows_kernel
@@ -229,7 +230,7 @@ def attention_hopper_forward(
         parts = new_pieces(q, *cut) if cut else None
         arguments = [
             *operands, lse if return_lse else queue, queue,
-            arrays.plane_map, *broadcast_strides(arrays.plane_map),
+            l2_sides(q.device), arrays.plane_map, *broadcast_strides(arrays.plane_map),
             arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id, arrays.row_order,
             planes, p.heads, p.q_len, p.rows, heavy, last_heads,
         ]  # fmt: skip
@@ -281,6 +282,7 @@ def _repeat(
     parts = new_pieces(q, *known.pieces) if known.pieces else None
     known.repeat(
         q, k, v, out, fragments, *tails, lse if lse.numel() else queue, queue,
+        l2_sides(q.device),
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id,
         mask.row_order, *(parts or (() if known.whole else (queue, queue))),
     )  # fmt: skip

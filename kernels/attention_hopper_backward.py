@@ -22,6 +22,7 @@ from .hopper_operands import (
     shared_layout,
     tiles_of,
 )
+from .l2_sides import l2_sides
 from .memo import remember
 from .problem import LOG2E, TileMask, broadcast_strides, check_problem, next_power_of_two, on_device
 from .work_queue import new_queue
@@ -171,13 +172,13 @@ def attention_hopper_backward(
     of_mask = {"GROUP": p.group, "SINGLE_PLANE": p.single_plane, "HAS_PART": has_part}
     kv_heads = p.heads // p.group
     with on_device(q):
-        queue = new_queue(q.device)  # of both, one after the other
+        queue, sides = new_queue(q.device), l2_sides(q.device)  # of both, one after the other
         query = launch(
             attention_hopper_query_kernel,
             min(count * by_query.programs, planes * p.rows),
             [
                 of_q, of_grad, of_out, of_k, of_v, of_dq, words[0],
-                lse, lse if grad_lse is None else grad_lse, stats, queue,
+                lse, lse if grad_lse is None else grad_lse, stats, queue, sides,
                 arrays.plane_map, *broadcast_strides(arrays.plane_map),
                 arrays.row_ptr, arrays.full_start, arrays.col_idx, arrays.bitmap_id,
                 arrays.row_order,
@@ -192,7 +193,7 @@ def attention_hopper_backward(
             min(count * by_key.programs, p.batch * kv_heads * cols),
             [
                 of_k, of_v, of_q, of_grad, of_dk, of_dv, words[1], _rows_of(stats), queue,
-                arrays.plane_map, *broadcast_strides(arrays.plane_map),
+                sides, arrays.plane_map, *broadcast_strides(arrays.plane_map),
                 key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
                 p.batch * kv_heads, kv_heads, cols, p.rows, _heavy(cols),
                 min(p.batch * kv_heads, last_heads_together(p, cols, count * by_key.programs)),
@@ -224,13 +225,13 @@ def _repeat(
     lse = lse.contiguous()
     grad_lse = lse if grad_lse is None else grad_lse.contiguous().float()
     stats = lse.new_empty((lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // TILE), WORDS))
-    queue = new_queue(q.device)  # of both, one after the other
+    queue, sides = new_queue(q.device), l2_sides(q.device)  # of both, one after the other
     known.query(
-        q, grad_out, out, k, v, dq, words[0], lse, grad_lse, stats, queue,
+        q, grad_out, out, k, v, dq, words[0], lse, grad_lse, stats, queue, sides,
         mask.plane_map, mask.row_ptr, mask.full_start, mask.col_idx, mask.bitmap_id, mask.row_order,
     )  # fmt: skip
     known.key(
-        k, v, q, grad_out, dk, dv, words[1], stats, queue, mask.plane_map,
+        k, v, q, grad_out, dk, dv, words[1], stats, queue, sides, mask.plane_map,
         key_ptr[0], key_ptr[1], key_tiles[0], key_tiles[1], key_ptr[2],
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
-from .hopper_units import next_number, tile_row, unit_place
+from .hopper_units import first_number, next_number, tile_row, unit_place
 from .softmax import LOG2E
 
 
@@ -15,7 +15,7 @@ def produce_gradient(
     own_desc, own_desc_2, out_desc, met_desc, met_desc_2, word_desc, stat_desc,
     own_bufs, own_bufs_2, met_bufs, met_bufs_2, word_bufs, stat_bufs, unit_bufs, row_bufs,
     unit_full, unit_empty, met_full, met_full_2, met_empty,
-    lse, grad_lse, queue, plane_map, plane_stride_b, plane_stride_h,
+    lse, grad_lse, queue, sides, plane_map, plane_stride_b, plane_stride_h,
     tile_ptr, full_start, tile_idx, bitmap_id, order,
     batch_heads, heads, q_len, rows, met_rows, heavy_rows, last_heads,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
@@ -36,13 +36,11 @@ def produce_gradient(
     units = rows * batch_heads
     turn = 0
     step = 0
-    asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
-    number = gl.program_id(0)
+    number, side, empty = first_number(queue, sides, batch_heads, rows)
     while number >= 0:
-        after = next_number(queue, asked)
-        b, h, slot = unit_place(
-            number, batch_heads, heads, rows, heavy_rows, heavy_rows * batch_heads, last_heads
-        )  # fmt: skip
+        after, side, empty = next_number(queue, side, empty, batch_heads, rows)
+        light = rows - heavy_rows
+        b, h, slot = unit_place(number, batch_heads, heads, heavy_rows, light, last_heads)
         valid = number < units
         # with more planes than one GROUP is 1, or rows are asked for
         row, start, middle, stop = tile_row(

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_loads import produce
+from .hopper_loads import load_keys, load_queries
 from .hopper_registers import (
     ROWS,
     cleared,
@@ -42,7 +42,7 @@ from .hopper_registers import (
     without,
 )
 from .hopper_short import attend_short
-from .hopper_transfers import WORDS, barrier_of_threads, tma_store
+from .hopper_transfers import WORDS, after, barrier_of_threads, next_pair, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
 
@@ -164,15 +164,9 @@ def consume(
                 else:
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                 before = pair
-                if PAIRS == 2:
-                    phase = phase ^ pair
-                    pair = pair ^ 1
-                else:
-                    phase = gl.where(pair == PAIRS - 1, phase ^ 1, phase)
-                    pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
+                pair, phase = next_pair(pair, phase, PAIRS)
                 if RING % 2 == 1:
-                    slot += 1
-                    slot = gl.where(slot == RING, 0, slot)
+                    slot = after(slot, RING)
             if RING == 2:  # the compiler has the one above in mind, before the values were read
                 barrier_of_threads()
             mbarrier.arrive(kv_empty.index(before + VALUES), count=1, pred=count > 0)
@@ -193,11 +187,9 @@ def consume(
                         acc, acc_tail, offset, total, MULT, BLOCK_D, TAIL_D, dtype,
                     )  # fmt: skip
                     mbarrier.arrive(kv_empty.index(pair), count=1)
-                    phase = gl.where(pair == PAIRS - 1, phase ^ 1, phase)
-                    pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
+                    pair, phase = next_pair(pair, phase, PAIRS)
                     if RING % 2 == 1:
-                        slot = values + 1
-                        slot = gl.where(slot == RING, 0, slot)
+                        slot = after(values, RING)
 
             # -- result ----
             row = gl.sum(gl.where(field == 2, unit, 0), 0)
@@ -266,7 +258,7 @@ _NUMBERS = [
 def attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, word_desc,
     q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc,
-    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc, lse, queue,
+    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc, lse, queue, sides,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, last_heads, pieces, partial, partial_stats,
@@ -289,16 +281,19 @@ def attention_hopper_kernel(
     word_bufs = gl.allocate_shared_memory(gl.int32, [pairs, 1, WORDS], word_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     unit_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
+    key_bufs = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 8], plain)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
+    unit_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [pairs, 1], barrier)
     given_back: gl.constexpr = 2 if RING == 2 else pairs
     kv_empty = gl.allocate_shared_memory(gl.int64, [given_back, 1], barrier)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)  # of the consumer and of the keys' warp
+        mbarrier.init(unit_full.index(i), count=1)
     for i in gl.static_range(pairs):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -322,20 +317,28 @@ def attention_hopper_kernel(
                 ),
             ),
             (
-                produce,
+                load_queries,
                 (
-                    q_desc, k_desc, v_desc, word_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-                    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc,
-                    q_bufs, kv_bufs, word_bufs, unit_bufs, q_tails, kv_tails,
-                    q_full, q_empty, k_full, v_full, kv_empty,
-                    queue, plane_map, plane_stride_b, plane_stride_h,
-                    row_ptr, full_start, col_idx, bitmap_id, row_order,
+                    q_desc, q_tail_desc, q_bufs, q_tails, unit_bufs, key_bufs,
+                    unit_full, q_full, q_empty,
+                    queue, sides, plane_map, plane_stride_b, plane_stride_h,
+                    row_ptr, full_start, row_order,
                     batch_heads, heads, rows, heavy_rows, last_heads, pieces,
-                    BLOCK_D, TAIL_D, RING, Q_SLOTS, GROUP, SINGLE_PLANE, HAS_PART, SPLIT,
-                    SHIFTED,
+                    BLOCK_D, TAIL_D, Q_SLOTS, GROUP, SINGLE_PLANE, SPLIT, SHIFTED,
+                ),
+            ),
+            (
+                load_keys,
+                (
+                    k_desc, v_desc, word_desc, k_tail_desc, v_tail_desc,
+                    k_short_desc, v_short_desc, k_short_tail_desc, v_short_tail_desc,
+                    kv_bufs, word_bufs, key_bufs, kv_tails,
+                    unit_full, q_empty, k_full, v_full, kv_empty,
+                    col_idx, bitmap_id,
+                    BLOCK_D, TAIL_D, RING, Q_SLOTS, HAS_PART, SHIFTED,
                 ),
             ),
         ],
-        [1],
-        [24],
+        [1, 1],
+        [24, 24],
     )  # fmt: skip

@@ -135,7 +135,7 @@ _NUMBERS = [
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attention_hopper_key_kernel(
     k_desc, v_desc, q_desc, grad_desc, dk_desc, dv_desc, word_desc, stat_desc,
-    queue, plane_map, plane_stride_b, plane_stride_h,
+    queue, sides, plane_map, plane_stride_b, plane_stride_h,
     col_ptr, full_start, row_idx, bitmap_id, col_order,
     batch_heads, heads, cols, rows, heavy_cols, last_heads,
     SCALE: gl.constexpr, MULT: gl.constexpr,
@@ -186,7 +186,7 @@ def attention_hopper_key_kernel(
                     k_desc, v_desc, k_desc, q_desc, grad_desc, word_desc, stat_desc,
                     k_bufs, v_bufs, q_bufs, grad_bufs, word_bufs, stat_bufs, unit_bufs, stat_bufs,
                     unit_full, unit_empty, q_full, grad_full, met_empty,
-                    queue, queue, queue, plane_map, plane_stride_b, plane_stride_h,
+                    queue, queue, queue, sides, plane_map, plane_stride_b, plane_stride_h,
                     col_ptr, full_start, row_idx, bitmap_id, col_order,
                     batch_heads, heads, 0, cols, rows, heavy_cols, last_heads,
                     WIDTH, SLOTS, STAGES, GROUP, SINGLE_PLANE, HAS_PART, False, False,

@@ -223,7 +223,7 @@ _NUMBERS = [
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attention_hopper_pair_kernel(
-    q_desc, k_desc, v_desc, o_desc, word_desc, lse, queue,
+    q_desc, k_desc, v_desc, o_desc, word_desc, lse, queue, sides,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_pairs, last_heads,
@@ -287,7 +287,7 @@ def attention_hopper_pair_kernel(
                     q_desc, k_desc, v_desc, word_desc,
                     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    queue, plane_map, plane_stride_b, plane_stride_h,
+                    queue, sides, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, rows, heavy_pairs, last_heads,
                     BLOCK_D, STAGES, GROUP, SINGLE_PLANE, HAS_PART,

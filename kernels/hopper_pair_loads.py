@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
-from .hopper_units import next_number, unit_place
+from .hopper_units import first_number, next_number, unit_place
 
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
 SLOTS: gl.constexpr = gl.constexpr(2)  # for the query tiles of a unit
@@ -18,7 +18,7 @@ FAR: gl.constexpr = gl.constexpr(2**30)  # past every column
 
 @gluon.jit
 def _unit(
-    number, units, heavy_units, plane_map, plane_stride_b, plane_stride_h, row_order,
+    number, units, plane_map, plane_stride_b, plane_stride_h, row_order,
     batch_heads, heads, rows, heavy_pairs, last_heads, SINGLE_PLANE: gl.constexpr,
 ):  # fmt: skip
     """(batch, head, first row of the plane in the lists, first of two rows) of a unit.
@@ -26,7 +26,8 @@ def _unit(
     Rows are ordered by pairs; where their number is odd, the one that is alone comes first.
     """
     pairs = (rows + 1) // 2
-    b, h, slot = unit_place(number, batch_heads, heads, pairs, heavy_pairs, heavy_units, last_heads)
+    light = pairs - heavy_pairs
+    b, h, slot = unit_place(number, batch_heads, heads, heavy_pairs, light, last_heads)
     base = 0
     if not SINGLE_PLANE:
         at = plane_map + b * plane_stride_b + h * plane_stride_h
@@ -62,7 +63,7 @@ def produce_pairs(
     q_desc, k_desc, v_desc, word_desc,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    queue, plane_map, plane_stride_b, plane_stride_h,
+    queue, sides, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_pairs, last_heads,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
@@ -81,15 +82,13 @@ def produce_pairs(
     of_tile = gl.arange(0, 4, layout=lane)
     pairs = (rows + 1) // 2
     units = pairs * batch_heads
-    heavy_units = heavy_pairs * batch_heads
     turn = 0
     stage = 0
     phase = 1
-    asked = units + 2 * gl.num_programs(0)  # by each worker for each of its units, twice in vain
-    number = gl.program_id(0)
-    after = next_number(queue, asked)
+    number, side, empty = first_number(queue, sides, batch_heads, pairs)
+    after, side, empty = next_number(queue, side, empty, batch_heads, pairs)
     b, h, base, row = _unit(
-        number, units, heavy_units, plane_map, plane_stride_b, plane_stride_h, row_order,
+        number, units, plane_map, plane_stride_b, plane_stride_h, row_order,
         batch_heads, heads, rows, heavy_pairs, last_heads, SINGLE_PLANE,
     )  # fmt: skip
     first = row_ptr + base + row
@@ -101,11 +100,11 @@ def produce_pairs(
     middle_0 = gl.load(full_start + base + row, mask=known, other=0)
     middle_1 = gl.load(full_start + base + row + 1, mask=both, other=0)
     b_next, h_next, base_next, row_next = _unit(
-        after, units, heavy_units, plane_map, plane_stride_b, plane_stride_h, row_order,
+        after, units, plane_map, plane_stride_b, plane_stride_h, row_order,
         batch_heads, heads, rows, heavy_pairs, last_heads, SINGLE_PLANE,
     )  # fmt: skip
     while number >= 0:
-        later = next_number(queue, asked)
+        later, side, empty = next_number(queue, side, empty, batch_heads, pairs)
         valid = number < units
         full_0 = middle_0
         both = valid and row + 1 < rows
@@ -140,7 +139,7 @@ def produce_pairs(
         middle_next = gl.load(first, mask=known, other=0)
         below_next = gl.load(first + 1, mask=both, other=0)
         b_later, h_later, base_later, row_later = _unit(
-            later, units, heavy_units, plane_map, plane_stride_b, plane_stride_h, row_order,
+            later, units, plane_map, plane_stride_b, plane_stride_h, row_order,
             batch_heads, heads, rows, heavy_pairs, last_heads, SINGLE_PLANE,
         )  # fmt: skip
 

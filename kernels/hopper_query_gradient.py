@@ -138,7 +138,7 @@ _NUMBERS = [
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attention_hopper_query_kernel(
     q_desc, grad_desc, out_desc, k_desc, v_desc, dq_desc, word_desc,
-    lse, grad_lse, stats, queue, plane_map, plane_stride_b, plane_stride_h,
+    lse, grad_lse, stats, queue, sides, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, last_heads,
     SCALE: gl.constexpr, MULT: gl.constexpr,
@@ -190,7 +190,7 @@ def attention_hopper_query_kernel(
                     q_desc, grad_desc, out_desc, k_desc, v_desc, word_desc, word_desc,
                     q_bufs, grad_bufs, k_bufs, v_bufs, word_bufs, word_bufs, unit_bufs, row_bufs,
                     unit_full, unit_empty, k_full, v_full, met_empty,
-                    lse, grad_lse, queue, plane_map, plane_stride_b, plane_stride_h,
+                    lse, grad_lse, queue, sides, plane_map, plane_stride_b, plane_stride_h,
                     row_ptr, full_start, col_idx, bitmap_id, row_order,
                     batch_heads, heads, q_len, rows, rows, heavy_rows, last_heads,
                     WIDTH, SLOTS, STAGES, GROUP, SINGLE_PLANE, HAS_PART, True, HAS_GRAD_LSE,

@@ -196,7 +196,7 @@ _NUMBERS = [
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attention_hopper_shared_kernel(
-    q_desc, k_desc, v_desc, o_desc, word_desc, lse, queue,
+    q_desc, k_desc, v_desc, o_desc, word_desc, lse, queue, sides,
     plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, q_len, rows, heavy_rows, last_heads,
@@ -274,7 +274,7 @@ def attention_hopper_shared_kernel(
                         q_desc, k_desc, v_desc, word_desc,
                         q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
                         q_full, q_empty, k_full, v_full, k_empty, v_empty,
-                        queue, plane_map, plane_stride_b, plane_stride_h,
+                        queue, sides, plane_map, plane_stride_b, plane_stride_h,
                         row_ptr, full_start, col_idx, bitmap_id, row_order,
                         batch_heads, heads, rows, heavy_rows, last_heads,
                         BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,
@@ -321,7 +321,7 @@ def attention_hopper_shared_kernel(
                         q_desc, k_desc, v_desc, word_desc,
                         q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
                         q_full, q_empty, k_full, v_full, k_empty, v_empty,
-                        queue, plane_map, plane_stride_b, plane_stride_h,
+                        queue, sides, plane_map, plane_stride_b, plane_stride_h,
                         row_ptr, full_start, col_idx, bitmap_id, row_order,
                         batch_heads, heads, rows, heavy_rows, last_heads,
                         BLOCK_D, KEY_TILES, VALUE_TILES, CONSUMERS, Q_SLOTS,

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_transfers import WORDS, barrier_of_threads, tma_load
-from .hopper_units import next_number, tile_row, unit_place
+from .hopper_units import first_number, next_number, tile_row, unit_place
 
 # What a tile is to a consumer, and where its two bits are in the number of the tile.
 PART: gl.constexpr = gl.constexpr(0)
@@ -42,7 +42,7 @@ def produce_shared(
     q_desc, k_desc, v_desc, word_desc,
     q_bufs, k_bufs, v_bufs, word_bufs, unit_bufs, kind_bufs,
     q_full, q_empty, k_full, v_full, k_empty, v_empty,
-    queue, plane_map, plane_stride_b, plane_stride_h,
+    queue, sides, plane_map, plane_stride_b, plane_stride_h,
     row_ptr, full_start, col_idx, bitmap_id, row_order,
     batch_heads, heads, rows, heavy_rows, last_heads,
     BLOCK_D: gl.constexpr, KEY_TILES: gl.constexpr, VALUE_TILES: gl.constexpr,
@@ -56,19 +56,16 @@ def produce_shared(
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     field = gl.arange(0, 8, layout=lane)
     units = rows * batch_heads
-    heavy_units = heavy_rows * batch_heads
     turn = 0
     k_slot = 0
     k_phase = 1
     v_slot = 0
     v_phase = 1
-    asked = units + gl.num_programs(0)  # by each worker for each of its units, and once in vain
-    number = gl.program_id(0)
+    number, side, empty = first_number(queue, sides, batch_heads, rows)
     while number >= 0:
-        after = next_number(queue, asked)
-        b, h, slot = unit_place(
-            number, batch_heads, heads, rows, heavy_rows, heavy_units, last_heads
-        )  # fmt: skip
+        after, side, empty = next_number(queue, side, empty, batch_heads, rows)
+        light = rows - heavy_rows
+        b, h, slot = unit_place(number, batch_heads, heads, heavy_rows, light, last_heads)
         valid = number < units
         row, start, middle, stop = tile_row(
             valid, b, h, slot, rows, plane_map, plane_stride_b, plane_stride_h,

@@ -21,7 +21,7 @@ from .hopper_registers import (
     weighed,
     without,
 )
-from .hopper_transfers import WORDS, reinterpreted, tma_load
+from .hopper_transfers import WORDS, after, reinterpreted, tma_load
 
 
 @gluon.jit
@@ -76,16 +76,14 @@ def attend_short(
 def load_short(
     k_desc, v_desc, k_tail_desc, v_tail_desc, word_desc,
     kv_bufs, word_bufs, kv_tails, k_full, v_full, kv_empty,
-    b, kv, first_k, tile_id, step,
+    b, kv, first_k, tile_id, pair, phase, slot,
     BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Load the keys, values and mask words of a short tile, to the ring's place for ``step``."""
+    """Load the keys, values and mask words of a short tile to a place of the ring."""
     BYTES: gl.constexpr = SHORT * (BLOCK_D + TAIL_D) * 2
-    PAIRS: gl.constexpr = (RING + 1) // 2
-    pair = step % PAIRS
-    slot = (2 * step) % RING
     if RING % 2 == 0:
-        mbarrier.wait(kv_empty.index(pair), ((step // PAIRS) & 1) ^ 1)
+        slot = 2 * pair
+        mbarrier.wait(kv_empty.index(pair), phase)
     full = k_full.index(pair)
     mbarrier.expect(full, BYTES + WORDS * 4)
     tma_load(word_desc, [tile_id, 0], full, word_bufs.index(pair))
@@ -93,10 +91,9 @@ def load_short(
     if TAIL_D > 0:
         tail = short_view(kv_tails.index(slot), TAIL_D)
         tma_load(k_tail_desc, [b, kv, first_k, BLOCK_D], full, tail)
-    if RING % 2 == 1:  # the values take the place of the last keys
-        last = step + PAIRS - 1
-        mbarrier.wait(kv_empty.index(last % PAIRS), ((last // PAIRS) & 1) ^ 1)
-    slot = (2 * step + 1) % RING
+    if RING == 3:  # the values take the place of the last keys
+        mbarrier.wait(kv_empty.index(pair ^ 1), phase ^ pair)
+    slot = after(slot, RING)
     full = v_full.index(pair)
     mbarrier.expect(full, BYTES)
     tma_load(v_desc, [b, kv, first_k, 0], full, short_view(kv_bufs.index(slot), BLOCK_D))

@@ -1,5 +1,6 @@
 """What all Hopper kernels move tiles and mask words with, by the names that this Triton has."""
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -11,3 +12,24 @@ _memory = gl.shared_memory_descriptor
 reinterpreted = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consumer thread
+
+
+@gluon.jit
+def after(slot, RING: gl.constexpr):
+    """The next place of a ring."""
+    slot += 1
+    return gl.where(slot == RING, 0, slot)
+
+
+@gluon.jit
+def next_pair(pair, phase, PAIRS: gl.constexpr):
+    """The next pair of a ring, and the phase of its barriers."""
+    if PAIRS == 1:
+        phase = phase ^ 1
+    elif PAIRS == 2:
+        phase = phase ^ pair
+        pair = pair ^ 1
+    else:
+        phase = gl.where(pair == PAIRS - 1, phase ^ 1, phase)
+        pair = gl.where(pair == PAIRS - 1, 0, pair + 1)
+    return pair, phase

@@ -1,43 +1,113 @@
-"""Units of work and the queue they come from, for block-wise attention on Hopper GPUs."""
+"""Units of work and the queue they come from, for block-wise attention on Hopper GPUs.
+
+The units of the first half of the heads are one side's of the L2 cache, the others the other's: a
+worker draws from its own side as long as there are any, so that the keys of a head are read by
+multiprocessors that are near to each other's copies (``l2_sides.py``), and then helps the other.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def next_number(queue, asked):
-    """The number of a unit; the workers' first units are those of their own numbers.
-
-    The queue is asked ``asked`` times in a launch. Whoever is the last leaves 0 for the next one
-    (``work_queue.py``).
-    """
-    number = gl.atomic_add(queue, 1, sem="relaxed")
-    gl.store(queue, 0, mask=number == asked - 1)
-    return number + gl.num_programs(0)
+def multiprocessor():
+    """The number of the multiprocessor that runs the program."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %smid; // $1", "=r,r", [gl.program_id(0)], gl.int32, True, 1
+    )
 
 
 @gluon.jit
-def unit_place(number, batch_heads, heads, rows, heavy_rows, heavy_units, last_heads):
-    """(batch, head, slot in the order of rows) of a unit.
+def _units_of(side, batch_heads, of_head):
+    """(units of a side, the first one)."""
+    half = batch_heads // 2
+    first = gl.where(side > 0, half * of_head, 0)
+    return gl.where(side > 0, batch_heads - half, half) * of_head, first
 
-    The heavy rows of all heads come first, then the others head by head, so that programs read the
-    same keys at about the same time. Of the last heads the longest rows come first, so that short
-    ones are left in the end.
+
+@gluon.jit
+def _asked(queue, side, units):
+    """The next number of a side's units; the first ones are those of the workers' own numbers."""
+    begun = (gl.num_programs(0) + 1 - side) // 2
+    number = gl.atomic_add(queue + side, 1, sem="relaxed")
+    # each worker asks once in vain; whoever is the last leaves 0 for the next launch
+    last = units - gl.minimum(units, begun) + gl.num_programs(0) - 1
+    gl.store(queue + side, 0, mask=number == last)
+    return number + begun
+
+
+@gluon.jit
+def next_number(queue, side, empty, batch_heads, of_head):
+    """(number of a worker's next unit, the side to ask next, sides found empty, 0 to 2).
+
+    A number that is no unit's: there are none left. Each worker has to ask until then, since that
+    is what resets the queue (``work_queue.py``).
+
+    Args:
+        of_head: units of a head.
     """
-    slot = number // batch_heads
-    bh = number - slot * batch_heads
-    if number >= heavy_units:
-        light_rows = gl.maximum(rows - heavy_rows, 1)
-        light = number - heavy_units
-        bh = light // light_rows
-        slot = heavy_rows + light - bh * light_rows
-        first = batch_heads - last_heads
-        if bh >= first:
-            light -= first * light_rows
-            slot = heavy_rows + light // last_heads
-            bh = first + light % last_heads
+    number = batch_heads * of_head
+    if empty < 2:
+        units, first = _units_of(side, batch_heads, of_head)
+        found = _asked(queue, side, units)
+        if found >= units:
+            empty = empty + 1
+            if empty < 2:
+                side = side ^ 1
+                units, first = _units_of(side, batch_heads, of_head)
+                found = _asked(queue, side, units)
+                if found >= units:
+                    empty = empty + 1
+        if found < units:
+            number = first + found
+    return number, side, empty
+
+
+@gluon.jit
+def first_number(queue, sides, batch_heads, of_head):
+    """The same of a worker's first unit, which is that of its own number where there is one."""
+    own = gl.load(sides + multiprocessor())
+    side = gl.program_id(0) % 2
+    units, first = _units_of(side, batch_heads, of_head)
+    number = first + gl.program_id(0) // 2
+    empty = 0
+    if gl.program_id(0) // 2 >= units:
+        number, own, empty = next_number(queue, own, empty, batch_heads, of_head)
+    return number, own, empty
+
+
+@gluon.jit
+def unit_place(number, batch_heads, heads, heavy, light, last_heads):
+    """(batch, head, place in the order of a head's units) of a unit.
+
+    Of a side, the heavy units of all heads come first, then the others head by head, so that
+    programs read the same keys at about the same time. Of the last heads the longest units come
+    first, so that short ones are left in the end.
+
+    Args:
+        heavy, light: units of a head. last_heads: of both sides.
+    """
+    half = batch_heads // 2
+    count = half
+    first = 0
+    if number >= half * (heavy + light):
+        number = number - half * (heavy + light)
+        count = batch_heads - half
+        first = half
+    place = number // gl.maximum(count, 1)
+    bh = number - place * count
+    if number >= heavy * count:
+        number = number - heavy * count
+        bh = number // gl.maximum(light, 1)
+        place = heavy + number - bh * light
+        together = gl.maximum(gl.minimum((last_heads + 1) // 2, count), 1)
+        if bh >= count - together:
+            number = number - (count - together) * light
+            place = heavy + number // together
+            bh = count - together + number % together
+    bh += first
     b = bh // heads
-    return b, bh - b * heads, slot
+    return b, bh - b * heads, place
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
-"""Queues of work: the number in device memory that the workers of a persistent kernel count up.
+"""Queues of work: numbers in device memory that the workers of a persistent kernel count up, one
+for either side of the L2 cache (``l2_sides.py``).
 
-A kernel leaves 0 behind (``hopper_units.next_number``), so that none has to be written before it: a
+A kernel leaves 0 behind (``hopper_units.py``), so that none has to be written before it: a
 launch less on the GPU and on the host. Two kernels at a time must not count the same number. Those
 of one stream run one after the other and share one, as every kernel between them waits for the one
 before it (``overlap.py``); each call that is captured into a CUDA graph has its own, for graphs are
@@ -42,11 +43,11 @@ class _Numbers:
             torch.cuda.current_stream().synchronize()
 
     def take(self) -> Tensor | None:
-        """A number that nobody has, [1]; None if there is none left."""
+        """Numbers that nobody has, [2]; None if there are none left."""
         if self._next == _NUMBERS:
             return None
         self._next += 1
-        return self._all[self._next - 1, :1]
+        return self._all[self._next - 1, :2]
 
 
 _numbers: dict[int, _Numbers] = {}  # by device
@@ -55,7 +56,7 @@ _taking = threading.Lock()
 
 
 def new_queue(device: torch.device) -> Tensor:
-    """The queue for a kernel on the current stream of a device, int32 [1], which is 0.
+    """The queue for a kernel on the current stream of a device, int32 [2], which is 0.
 
     Raises:
         torch.OutOfMemoryError: the first call on a device finds no memory; a later one may.
@@ -92,4 +93,4 @@ def _first_of(stream: tuple[int, int], device: torch.device) -> Tensor:
 
 def _written(device: torch.device) -> Tensor:
     """One of its own, set to 0 by a launch."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return torch.zeros(2, dtype=torch.int32, device=device)

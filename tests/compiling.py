@@ -34,6 +34,7 @@ POINTERS = {
     "pack_id": "*i32",
     "pack_bitmap": "*i64",
     "queue": "*i32",
+    "sides": "*i32",
     "stats": "*fp32",
     "inverse": "*fp32",
     "grad_lse": "*fp32",

@@ -261,6 +261,7 @@ def run_kernel(monkeypatch, kernel, modules, instead, programs, arguments, const
     shown = {
         "gl": language(machine), "mbarrier": barriers, "tma_load": machine.load_tile,
         "reinterpreted": Shared.reinterpreted,
+        "multiprocessor": lambda: value(machine.current.program),
         "tma_store": machine.store_tile, "tma": SimpleNamespace(store_wait=machine.store_wait),
         "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
         **dict.fromkeys(
@@ -298,5 +299,8 @@ def _given(name, argument):
         return Pointer(memory.view(-1))
     if isinstance(argument, tuple):  # a descriptor
         dtype = DTYPES[argument.base.dtype]
-        argument = SimpleNamespace(**argument._asdict(), dtype=dtype, name=name)
+        return SimpleNamespace(**argument._asdict(), dtype=dtype, name=name)
+    if isinstance(argument, int):
+        argument = value(argument)
+        argument.setflags(write=False)  # a kernel's own is another one after ``+=``
     return argument

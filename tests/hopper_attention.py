@@ -56,12 +56,14 @@ def launches(monkeypatch, launch, workers):
     """``attention_hopper_forward`` meets a GPU of so many multiprocessors, and launches by
     ``launch`` of (kernel, programs, arguments, constants, options)."""
     properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
-    queue = torch.zeros(1, dtype=torch.int32)
+    queue = torch.zeros(2, dtype=torch.int32)
+    sides = torch.randint(2, (64,), dtype=torch.int32)  # of the multiprocessors, a worker on each
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(module, "launch", launch)
         patch.setattr(module, "new_queue", lambda device: queue)
+        patch.setattr(module, "l2_sides", lambda device: sides)
         yield
 
 

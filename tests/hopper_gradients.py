@@ -16,13 +16,15 @@ def launches(monkeypatch, launch, capability=(9, 0)):
     """``attention_hopper_backward`` meets a GPU of one multiprocessor, and launches by ``launch``
     of (kernel, programs, arguments, constants, options)."""
     properties = SimpleNamespace(multi_processor_count=1, L2_cache_size=2**16)
-    queue = torch.zeros(1, dtype=torch.int32)  # of both kernels
+    queue = torch.zeros(2, dtype=torch.int32)  # of both kernels
+    sides = torch.randint(2, (64,), dtype=torch.int32)  # of the multiprocessors, a worker on each
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(module, "on_device", lambda tensor: nullcontext())
         patch.setattr(module, "launch", launch)
         patch.setattr(module, "new_queue", lambda device: queue)
+        patch.setattr(module, "l2_sides", lambda device: sides)
         yield
 
 

@@ -237,6 +237,11 @@ def test_causal_masks_are_left_to_sdpa_where_it_has_a_fused_kernel() -> None:
     assert left(wide, wide, 128, dtype=torch.float32) and not left(dtype=torch.float32)
     assert left() and not left(on_hopper=True)
     assert left(wide, wide, 128, on_hopper=True)
+    for head_dim in (72, 128):
+        long = (2, 8, 2048, head_dim)
+        assert left(long, long, head_dim) and not left(long, long, head_dim, on_hopper=True)
+    wider = (2, 8, 4096, 136)
+    assert left(wider, wider, 136, on_hopper=True)
     assert not left(unit_strides=False)
     assert not left(value_dim=32)
     odd = (2, 8, 100, 60)

@@ -317,14 +317,13 @@ def _attend(
 
 def _sdpa_is_causal(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether SDPA's kernels for causal masks are taken."""
-    narrow = q.shape[3] <= 64
     return sdpa_takes_causal(
         q.shape,
         k.shape,
         v.shape[3],
         q.dtype,
         unit_strides=all(t.stride(3) == 1 for t in (q, k, v)),
-        on_hopper=narrow and hopper_programs(_first_config(q, v, None, True)) > 0,
+        on_hopper=hopper_programs(_first_config(q, v, None, True)) > 0,
     )
 
 

@@ -15,6 +15,9 @@ EXACT_WINS_BELOW = {128: 1.0, TRITON_MAX_HEAD_DIM: 0.8}
 EXACT_TRAINS_BELOW = {64: 0.9, 128: 0.5, TRITON_MAX_HEAD_DIM: 0.16}
 ORDINARY_WINS_BELOW = {64: 0.35, TRITON_MAX_HEAD_DIM: 0.16}
 EXACT_CAUSAL_WINS = 96  # the widest head dim where it is faster than SDPA's own causal kernel
+# Queries from which the Hopper kernels are, for heads of 65 to 128 dims; below, calls are so short
+# that the host decides, which launches SDPA in a fraction of the time. Up to 64 dims always.
+HOPPER_CAUSAL_FROM = 2048
 ROW_WINS_BELOW = 0.6
 MOST_DENSE = 2**28  # bytes of a dense mask that SDPA is given on CUDA, where a kernel serves
 
@@ -122,9 +125,12 @@ def sdpa_takes_causal(
 
     Microseconds of an H200 as above, fp16, block-wise / SDPA: 19 / 21 at 8 x 12 x 512 x 64, 85 / 79
     at 4 x 12 x 2048 x 64, 87 / 69 at head dim 80, 104 / 86 at 128 and 61 / 36 at 256; by the Hopper
-    kernel 944 / 1024 at 16 x 12 x 4096 x 64. fp32: 110 / 161 and 652 / 926 for the first two, then
-    635 / 654, 628 / 654 at 96, 946 / 901 and 301 / 302; with TF32, which SDPA does not use, 370 for
-    the second, 526 at 128 and 174 at 256.
+    kernels 944 / 1024 at 16 x 12 x 4096 x 64 and, in lasting replays of 2026-11-30, 170 / 221,
+    188 / 229 and 212 / 238 at 8 x 12 x 2048 and head dims of 80, 96 and 128, 32 / 45, 34 / 45 and
+    36 / 45 at 1 x 12 x 2048, 599 / 753, 682 / 817 and 715 / 822 at 2 x 12 x 8192, and 92 / 88 at
+    32 x 12 x 512 x 128; 15 to 17 / 19 at 1 x 12 x 1024, where the host takes 39 to 63 / 21 to 33.
+    fp32: 110 / 161 and 652 / 926 for the first two, then 635 / 654, 628 / 654 at 96, 946 / 901 and
+    301 / 302; with TF32, which SDPA does not use, 370 for the second, 526 at 128 and 174 at 256.
 
     Args:
         q_shape: [batch, heads, q_len, head_dim]. k_shape: [batch, kv_heads, k_len, head_dim].
@@ -138,4 +144,5 @@ def sdpa_takes_causal(
     fused = unit_strides and head_dim == value_dim and head_dim % 8 == 0
     if heads != k_shape[1]:
         fused = fused and dtype != torch.float32 and q_len == k_shape[2]
-    return fused and (head_dim > 64 or not on_hopper)
+    hopper_wins = on_hopper and head_dim <= 128 and (head_dim <= 64 or q_len >= HOPPER_CAUSAL_FROM)
+    return fused and not hopper_wins

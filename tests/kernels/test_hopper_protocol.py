@@ -15,10 +15,16 @@ from close import assert_close
 from gluon_threads import run_kernel
 from gluon_values import value
 from hopper_attention import check, launches, operands, short_rules
-from stof_compile.kernels import hopper_kernel, hopper_loads, hopper_short, hopper_units
+from stof_compile.kernels import (
+    hopper_kernel,
+    hopper_loads,
+    hopper_short,
+    hopper_transfers,
+    hopper_units,
+)
 from stof_compile.kernels.reference import attention_reference
 
-MODULES = hopper_kernel, hopper_loads, hopper_short, hopper_units
+MODULES = hopper_kernel, hopper_loads, hopper_short, hopper_transfers, hopper_units
 
 
 # -- registers ------------------------------------------------------------------------------------

@@ -144,15 +144,18 @@ def test_numbers_of_many_different_tiles(attend):
 
 
 def test_heavy_rows_come_first_and_are_not_cut(attend):
-    mask = build_block_mask(masks.longformer(20, 30), 570, 570, TILE, batch=1, heads=2)
-    check(attend, *operands(1, 2, 570, 570, 128), mask, workers=1, heavy_rows=1, pieces=3)
+    """Of a side of the L2 cache; the first unit is that of the worker's number."""
+    mask = build_block_mask(masks.longformer(20, 30), 570, 570, TILE, batch=1, heads=4)
+    check(attend, *operands(1, 4, 570, 570, 128), mask, workers=1, heavy_rows=1, pieces=3)
     ((machine, constants),) = attend.launched
     queries = dict.fromkeys(
         (at[1], at[2] // 192)
         for at, source in zip(machine.loaded, machine.sources, strict=True)
         if source == machine.sources[0]
     )
-    assert list(queries) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    first = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    second = [(2, 0), (3, 0), (2, 1), (2, 2), (3, 1), (3, 2)]
+    assert list(queries) in (first + second, first[:1] + second + first[1:])
     assert "SPLIT" not in constants
 
 

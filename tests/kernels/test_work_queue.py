@@ -58,7 +58,7 @@ def state(monkeypatch, begun_anew):
 
 def test_a_stream_keeps_its_queue(state):
     first = new_queue(state.device)
-    assert first.shape == (1,) and first.dtype == torch.int32 and first.item() == 0
+    assert first.tolist() == [0, 0] and first.dtype == torch.int32
     assert new_queue(state.device) is first
     state.stream = 7
     second = new_queue(state.device)
@@ -84,7 +84,7 @@ def test_without_memory_a_later_call_tries_again(state, monkeypatch):
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match="none left"):
                 new_queue(state.device)
-    assert new_queue(state.device).item() == 0 and state.zeros == 0
+    assert new_queue(state.device).tolist() == [0, 0] and state.zeros == 0
 
 
 def test_numbers_are_made_once_and_in_another_thread(state):
@@ -102,14 +102,14 @@ def test_captured_calls_share_nothing(state):
     found = [of_stream, new_queue(state.device), new_queue(state.device)]
     assert len({queue.data_ptr() for queue in found}) == 3 and state.zeros == 0
     # none is left: one that the graph itself sets to 0
-    assert new_queue(state.device).item() == 0 and state.zeros == 1
+    assert new_queue(state.device).tolist() == [0, 0] and state.zeros == 1
     state.captured = False
     assert new_queue(state.device) is of_stream
 
 
 def test_nothing_is_made_while_a_stream_is_captured(state):
     state.captured = True
-    assert new_queue(state.device).item() == 0
+    assert new_queue(state.device).tolist() == [0, 0]
     assert state.zeros == 1 and not work_queue._numbers
 
 

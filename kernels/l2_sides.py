@@ -1,0 +1,151 @@
+"""Which half of the L2 cache is near to which multiprocessor.
+
+The L2 cache of an A100, H100 or H200 is two partitions. A line has its home in one of them; a
+multiprocessor of the other half reads it through the link between the two, and leaves a copy on its
+own side. Kernels that read the same keys from both halves load them over that link once more, and
+keep them twice. Nothing says which multiprocessor belongs where, so it is measured: an atomic
+operation is done where the line is at home, which takes about 290 cycles from the same half and 500
+from the other (H200). The sides decide who computes what, never a result.
+
+Source: ours; that there are two partitions is in NVIDIA's A100 whitepaper, on the L2 cache.
+"""
+
+import logging
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_LINES = 24  # whose home is one half or the other by chance
+_APART = 5152  # 32-bit numbers from one to the next
+_TRIES = 40  # the shortest counts
+_LAUNCHES = 3  # until every multiprocessor had a program
+_FARTHER = 1.25  # times the shortest way, at least, where a line is far
+_CLEAR = 0.8  # of the lines have to agree about a multiprocessor
+_FEWEST_LINES = 8
+_FEWEST = 0.25  # of the multiprocessors on a side
+_ROOM = 1024  # in the table: a multiprocessor's number may be over how many there are
+
+_known: dict[int, Tensor] = {}  # by device
+_measuring = threading.Lock()
+
+
+@triton.jit
+def _latency_kernel(found, lines, LINES: tl.constexpr, APART: tl.constexpr, TRIES: tl.constexpr):
+    """The multiprocessor's number and the shortest time of an atomic on each line, in cycles."""
+    program = tl.program_id(0)
+    number = tl.inline_asm_elementwise(
+        "mov.u32 $0, %smid; // $1", "=r,r", [program], tl.int32, is_pure=False, pack=1
+    )
+    tl.store(found + program * (LINES + 1), number)
+    for line in range(LINES):
+        shortest = 1 << 30
+        for _ in range(TRIES):
+            took = tl.inline_asm_elementwise(
+                "{ .reg .u32 t0, t1, r; .reg .pred p;"
+                " mov.u32 t0, %clock;"
+                " atom.global.add.u32 r, [$1], 0;"
+                " setp.ne.u32 p, r, 1;"  # the second time is read behind the answer, which is 0
+                " mov.u32 t1, 0;"
+                " @p mov.u32 t1, %clock;"
+                " sub.u32 $0, t1, t0; }",
+                "=r,l",
+                [lines + line * APART],
+                tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+            shortest = tl.minimum(shortest, took)
+        tl.store(found + program * (LINES + 1) + 1 + line, shortest)
+
+
+def l2_sides(device: torch.device) -> Tensor:
+    """0 or 1 for each multiprocessor of a CUDA device by its number, int32 [1024]: those with the
+    same number are near to the same half of the L2 cache. All 0 where there is no telling, and in a
+    CUDA graph whose capture is the first call.
+
+    Raises:
+        torch.OutOfMemoryError: the first call on a device finds no memory; a later one may.
+    """
+    held = _known.get(device.index)
+    if held is not None:
+        return held
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(_ROOM, dtype=torch.int32, device=device)
+    with _measuring:
+        if device.index not in _known:
+            # in a thread of its own: this one may allocate from the memory of a CUDA graph
+            failed: list[BaseException] = []
+            made = threading.Thread(target=_try, args=(device, failed))
+            made.start()
+            made.join()
+            if failed:
+                raise failed[0]
+        return _known[device.index]
+
+
+def _try(device: torch.device, failed: list[BaseException]) -> None:
+    try:
+        with torch.cuda.device(device):
+            try:
+                sides = sides_of(_latencies(device))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # no inline assembly, a compiler that is not there
+                log.debug("the halves of the L2 cache were not measured: %s", error)
+                sides = {}
+            log.debug("multiprocessors by the half of the L2 cache: %s", sides)
+            table = torch.tensor(
+                [sides.get(number, sides.get(number ^ 1, 0)) for number in range(_ROOM)],
+                dtype=torch.int32,
+                device=device,
+            )
+            torch.cuda.current_stream().synchronize()
+        _known[device.index] = table
+    except BaseException as error:
+        failed.append(error)
+
+
+def _latencies(device: torch.device) -> dict[int, list[int]]:
+    """Shortest times by multiprocessor, of those that a program ran on."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    lines = torch.zeros(_LINES * _APART, dtype=torch.int32, device=device)
+    found = torch.full((2 * count, _LINES + 1), -1, dtype=torch.int32, device=device)
+    shortest: dict[int, list[int]] = {}
+    for _ in range(_LAUNCHES):
+        _latency_kernel[(2 * count,)](found, lines, _LINES, _APART, _TRIES, num_warps=1)
+        for number, *times in found.tolist():
+            if 0 <= number < _ROOM:  # else nothing ran: a process that only compiles
+                before = shortest.get(number, times)
+                shortest[number] = [min(pair) for pair in zip(before, times, strict=True)]
+        if len(shortest) == count:
+            break
+    return shortest
+
+
+def sides_of(latencies: dict[int, list[int]]) -> dict[int, int]:
+    """The side of each multiprocessor, empty where they do not fall in two groups.
+
+    Args:
+        latencies: of the same lines, in cycles, by multiprocessor.
+    """
+    lines = [sorted(line) for line in zip(*latencies.values(), strict=True)]
+    outer = len(latencies) // 8  # not the extremes, which noise makes
+    ends = [(line[outer], line[-1 - outer]) for line in lines]
+    halves = {i: (near + far) / 2 for i, (near, far) in enumerate(ends) if far >= _FARTHER * near}
+    if len(halves) < _FEWEST_LINES:
+        return {}
+    away = {n: [times[i] > half for i, half in halves.items()] for n, times in latencies.items()}
+    first = away[min(away)]
+    sides = {}
+    for number, own in away.items():
+        same = sum(a == b for a, b in zip(own, first, strict=True)) / len(halves)
+        if 1 - _CLEAR < same < _CLEAR:
+            return {}
+        sides[number] = int(same <= 1 - _CLEAR)
+    share = sum(sides.values()) / len(sides)
+    return sides if _FEWEST <= share <= 1 - _FEWEST else {}
