@@ -42,7 +42,7 @@ SHORT = 32  # keys of a short tile, of those that are shifted
 SHIFTED_DIMS = 128  # of a head at most, where tiles are shifted
 PAIR_KEYS = 128  # of a tile, where tile rows are computed two at a time
 # Registers a thread starts with, by programs per multiprocessor: 256 threads each, 65,536 in all.
-# The compiler takes them from the producer warp and gives them to the consumers.
+# The compiler takes them from the warps that load and gives them to the consumers.
 _REGISTERS = {1: 128, 2: 120, 3: 80, 4: 64}
 # The same of the program of two tile rows (hopper_pair_kernel.py), which has 384 threads and a
 # multiprocessor to itself, and of its consumers.

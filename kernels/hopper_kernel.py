@@ -1,15 +1,17 @@
 """Device code of block-wise attention on Hopper GPUs; ``attention_hopper.py`` launches it.
 
-A program is a persistent worker of one consumer warp group, which computes, and one producer warp,
-which loads. Work is a queue of units (one tile row of one head); the producer takes the next unit
-and loads its query tile and its first keys while the consumer still works on the last one, so with
-two query slots no load waits for the end of a row. Everything travels through shared memory by TMA:
-query tiles in slots of their own, which the results leave through, keys, values and mask words in a
-ring. A ring of one key and one value tile, for heads of over 192 dims, gives keys back by
-themselves, so that the next ones come while the last product runs.
+A program is a persistent worker of one consumer warp group, which computes, and two warps that
+load (``hopper_loads.py``). Work is a queue of units (one tile row of one head); one warp takes the
+next unit and loads its query tile, the other its first keys, while the consumer still works on the
+last one, so with two query slots no load waits for the end of a row. Everything travels through
+shared memory by TMA: query tiles in slots of their own, which the results leave through, keys,
+values and mask words in a ring. A ring of one key and one value tile, for heads of over 192 dims,
+gives keys back by themselves, so that the next ones come while the last product runs.
 
 Shared memory is handed over with barriers: ``full`` ones count the bytes that arrived, ``empty``
-ones one arrival of the consumer. A barrier's n-th use has phase parity n % 2.
+ones one arrival of the consumer; a query slot, with the numbers of its unit, is given back by the
+keys' warp, too, which reads these behind ``unit_full``. A barrier's n-th use has phase parity
+n % 2.
 
 The mask of a part tile comes as one 32-bit word per thread (``masks/fragments.py``) with a bit for
 each score the thread holds, so that masking costs little more than one instruction a score.
@@ -42,7 +44,7 @@ from .hopper_registers import (
     without,
 )
 from .hopper_short import attend_short
-from .hopper_transfers import WORDS, after, barrier_of_threads, next_pair, tma_store
+from .hopper_transfers import WORDS, barrier_of_threads, next_pair, next_place, tma_store
 from .hopper_weights import NO_OFFSET
 from .softmax import LN2
 
@@ -166,7 +168,7 @@ def consume(
                 before = pair
                 pair, phase = next_pair(pair, phase, PAIRS)
                 if RING % 2 == 1:
-                    slot = after(slot, RING)
+                    slot = next_place(slot, RING)
             if RING == 2:  # the compiler has the one above in mind, before the values were read
                 barrier_of_threads()
             mbarrier.arrive(kv_empty.index(before + VALUES), count=1, pred=count > 0)
@@ -189,7 +191,7 @@ def consume(
                     mbarrier.arrive(kv_empty.index(pair), count=1)
                     pair, phase = next_pair(pair, phase, PAIRS)
                     if RING % 2 == 1:
-                        slot = after(values, RING)
+                        slot = next_place(values, RING)
 
             # -- result ----
             row = gl.sum(gl.where(field == 2, unit, 0), 0)

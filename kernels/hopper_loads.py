@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_registers import ROWS
 from .hopper_short import load_short
-from .hopper_transfers import WORDS, after, barrier_of_threads, next_pair, tma_load
+from .hopper_transfers import WORDS, barrier_of_threads, next_pair, next_place, tma_load
 from .hopper_units import first_number, next_number, tile_row, unit_place
 
 
@@ -152,13 +152,13 @@ def load_keys(
                 mbarrier.wait(kv_empty.index(pair ^ 1), phase ^ pair)
             if RING == 2:  # keys and values are given back apart
                 mbarrier.wait(kv_empty.index(1), phase)
-            slot = after(slot, RING)
+            slot = next_place(slot, RING)
             full = v_full.index(pair)
             mbarrier.expect(full, TILE_BYTES)
             tma_load(v_desc, [b, kv, first_k, 0], full, kv_bufs.index(slot))
             if TAIL_D > 0:
                 tma_load(v_tail_desc, [b, kv, first_k, BLOCK_D], full, kv_tails.index(slot))
-            slot = after(slot, RING)
+            slot = next_place(slot, RING)
             pair, phase = next_pair(pair, phase, PAIRS)
         if SHIFTED:  # noqa: SIM102  (known to the compiler, the next one is not)
             if short > 0:
@@ -168,6 +168,6 @@ def load_keys(
                     b, kv, gl.load(col_idx + at - 1) * STEP, gl.load(bitmap_id + at - 1),
                     pair, phase, slot, BLOCK_D, TAIL_D, RING,
                 )  # fmt: skip
-                slot = after(after(slot, RING), RING)
+                slot = next_place(next_place(slot, RING), RING)
                 pair, phase = next_pair(pair, phase, PAIRS)
         turn += 1

@@ -1,8 +1,8 @@
 """Device code of dQ on Hopper GPUs, the first of the two kernels of the gradient of block-wise
 attention; ``attention_hopper_backward.py`` launches both.
 
-A program is a persistent worker of one consumer warp group and one producer warp, as in
-``hopper_kernel.py``: units (a tile row of one head) come from a queue, and what the next one needs
+A program is a persistent worker of one consumer warp group and one producer warp. As in
+``hopper_kernel.py``, units (a tile row of one head) come from a queue, and what the next one needs
 is loaded while the last one is computed. A part tile's mask comes as one word per thread.
 """
 

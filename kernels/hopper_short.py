@@ -21,7 +21,7 @@ from .hopper_registers import (
     weighed,
     without,
 )
-from .hopper_transfers import WORDS, after, reinterpreted, tma_load
+from .hopper_transfers import WORDS, next_place, reinterpreted, tma_load
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def load_short(
         tma_load(k_tail_desc, [b, kv, first_k, BLOCK_D], full, tail)
     if RING == 3:  # the values take the place of the last keys
         mbarrier.wait(kv_empty.index(pair ^ 1), phase ^ pair)
-    slot = after(slot, RING)
+    slot = next_place(slot, RING)
     full = v_full.index(pair)
     mbarrier.expect(full, BYTES)
     tma_load(v_desc, [b, kv, first_k, 0], full, short_view(kv_bufs.index(slot), BLOCK_D))

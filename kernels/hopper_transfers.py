@@ -15,7 +15,7 @@ WORDS: gl.constexpr = gl.constexpr(128)  # mask words of a tile, one per consume
 
 
 @gluon.jit
-def after(slot, RING: gl.constexpr):
+def next_place(slot, RING: gl.constexpr):
     """The next place of a ring."""
     slot += 1
     return gl.where(slot == RING, 0, slot)

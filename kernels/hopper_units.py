@@ -27,7 +27,8 @@ def _units_of(side, batch_heads, of_head):
 
 @gluon.jit
 def _asked(queue, side, units):
-    """The next number of a side's units; the first ones are those of the workers' own numbers."""
+    """The next number of a side's units. The first ones are those of the workers' own numbers, and
+    never asked for."""
     begun = (gl.num_programs(0) + 1 - side) // 2
     number = gl.atomic_add(queue + side, 1, sem="relaxed")
     # each worker asks once in vain; whoever is the last leaves 0 for the next launch
@@ -65,7 +66,8 @@ def next_number(queue, side, empty, batch_heads, of_head):
 
 @gluon.jit
 def first_number(queue, sides, batch_heads, of_head):
-    """The same of a worker's first unit, which is that of its own number where there is one."""
+    """(number, side, empty) as ``next_number`` gives them, of a worker's first unit: that of the
+    worker's own number where there is one."""
     own = gl.load(sides + multiprocessor())
     side = gl.program_id(0) % 2
     units, first = _units_of(side, batch_heads, of_head)
@@ -85,7 +87,7 @@ def unit_place(number, batch_heads, heads, heavy, light, last_heads):
     first, so that short ones are left in the end.
 
     Args:
-        heavy, light: units of a head. last_heads: of both sides.
+        heavy, light: units of a head. last_heads: in all; of each side half of them, rounded up.
     """
     half = batch_heads // 2
     count = half

@@ -23,14 +23,17 @@ log = logging.getLogger(__name__)
 _LINES = 24  # whose home is one half or the other by chance
 _APART = 5152  # 32-bit numbers from one to the next
 _TRIES = 40  # the shortest counts
-_LAUNCHES = 3  # until every multiprocessor had a program
+_LAUNCHES = 3
 _FARTHER = 1.25  # times the shortest way, at least, where a line is far
 _CLEAR = 0.8  # of the lines have to agree about a multiprocessor
 _FEWEST_LINES = 8
 _FEWEST = 0.25  # of the multiprocessors on a side
+_MOST_UNCLEAR = 0.125  # of the multiprocessors
+_MEASUREMENTS = 3  # until it is left at that there is no telling
 _ROOM = 1024  # in the table: a multiprocessor's number may be over how many there are
 
 _known: dict[int, Tensor] = {}  # by device
+_refused: dict[int, int] = {}  # measurements without a result, by device
 _measuring = threading.Lock()
 
 
@@ -65,53 +68,63 @@ def _latency_kernel(found, lines, LINES: tl.constexpr, APART: tl.constexpr, TRIE
 
 def l2_sides(device: torch.device) -> Tensor:
     """0 or 1 for each multiprocessor of a CUDA device by its number, int32 [1024]: those with the
-    same number are near to the same half of the L2 cache. All 0 where there is no telling, and in a
-    CUDA graph whose capture is the first call.
+    same value are near to the same half of the L2 cache.
 
-    Raises:
-        torch.OutOfMemoryError: the first call on a device finds no memory; a later one may.
+    Where there is no telling, and in a CUDA graph whose capture is the first call, two neighbours
+    after the other: halves that know nothing of the cache are computed side by side, too.
     """
-    held = _known.get(device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    held = _known.get(index)
     if held is not None:
         return held
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_ROOM, dtype=torch.int32, device=device)
+        number = torch.arange(_ROOM, dtype=torch.int32, device=device)
+        return number.bitwise_right_shift_(1).bitwise_and_(1)
     with _measuring:
-        if device.index not in _known:
+        if index not in _known:
             # in a thread of its own: this one may allocate from the memory of a CUDA graph
-            failed: list[BaseException] = []
-            made = threading.Thread(target=_try, args=(device, failed))
+            found: list[Tensor] = []
+            made = threading.Thread(target=_try, args=(torch.device(device.type, index), found))
             made.start()
             made.join()
-            if failed:
-                raise failed[0]
-        return _known[device.index]
+            if not found:
+                raise RuntimeError(
+                    f"STOF: device {index} could not be asked which multiprocessors are near to "
+                    "which half of its L2 cache: it failed before, or has no memory left; the "
+                    "log of this module says more"
+                )
+            return found[0]
+        return _known[index]
 
 
-def _try(device: torch.device, failed: list[BaseException]) -> None:
+def _try(device: torch.device, found: list[Tensor]) -> None:
     try:
         with torch.cuda.device(device):
-            try:
-                sides = sides_of(_latencies(device))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # no inline assembly, a compiler that is not there
-                log.debug("the halves of the L2 cache were not measured: %s", error)
-                sides = {}
-            log.debug("multiprocessors by the half of the L2 cache: %s", sides)
-            table = torch.tensor(
-                [sides.get(number, sides.get(number ^ 1, 0)) for number in range(_ROOM)],
-                dtype=torch.int32,
-                device=device,
-            )
+            sides = _measured(device)
+            values = [sides.get(n, sides.get(n ^ 1, n // 2 % 2)) for n in range(_ROOM)]
+            table = torch.tensor(values, dtype=torch.int32, device=device)
             torch.cuda.current_stream().synchronize()
+    except Exception as error:
+        log.warning("the halves of the L2 cache: %s: %s", type(error).__name__, error)
+        return
+    _refused[device.index] = _refused.get(device.index, 0) + (not sides)
+    if sides or _refused[device.index] == _MEASUREMENTS:
         _known[device.index] = table
-    except BaseException as error:
-        failed.append(error)
+    found.append(table)
+
+
+def _measured(device: torch.device) -> dict[int, int]:
+    try:
+        sides = sides_of(_latencies(device))
+    except Exception as error:  # no memory, no inline assembly, a compiler that is not there
+        log.debug("the halves of the L2 cache were not measured: %s", error)
+        return {}
+    log.debug("multiprocessors by the half of the L2 cache: %s", sides)
+    return sides
 
 
 def _latencies(device: torch.device) -> dict[int, list[int]]:
-    """Shortest times by multiprocessor, of those that a program ran on."""
+    """Shortest times by multiprocessor; empty where few of them were free."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     lines = torch.zeros(_LINES * _APART, dtype=torch.int32, device=device)
     found = torch.full((2 * count, _LINES + 1), -1, dtype=torch.int32, device=device)
@@ -122,13 +135,12 @@ def _latencies(device: torch.device) -> dict[int, list[int]]:
             if 0 <= number < _ROOM:  # else nothing ran: a process that only compiles
                 before = shortest.get(number, times)
                 shortest[number] = [min(pair) for pair in zip(before, times, strict=True)]
-        if len(shortest) == count:
-            break
-    return shortest
+    return shortest if len(shortest) > count // 2 else {}
 
 
 def sides_of(latencies: dict[int, list[int]]) -> dict[int, int]:
-    """The side of each multiprocessor, empty where they do not fall in two groups.
+    """The side of each multiprocessor but for a few that other work disturbed; empty where they do
+    not fall in two groups.
 
     Args:
         latencies: of the same lines, in cycles, by multiprocessor.
@@ -140,12 +152,23 @@ def sides_of(latencies: dict[int, list[int]]) -> dict[int, int]:
     if len(halves) < _FEWEST_LINES:
         return {}
     away = {n: [times[i] > half for i, half in halves.items()] for n, times in latencies.items()}
-    first = away[min(away)]
-    sides = {}
-    for number, own in away.items():
-        same = sum(a == b for a, b in zip(own, first, strict=True)) / len(halves)
-        if 1 - _CLEAR < same < _CLEAR:
-            return {}
-        sides[number] = int(same <= 1 - _CLEAR)
+
+    def alike(own: list[bool], pattern: list[bool]) -> float:
+        return sum(a == b for a, b in zip(own, pattern, strict=True)) / len(halves)
+
+    # one that is clearly like or unlike the others, then what all of its side have in common
+    pattern = max(
+        away.values(), key=lambda one: sum(abs(alike(o, one) - 0.5) for o in away.values())
+    )
+    for _ in range(2):
+        votes = [
+            own if alike(own, pattern) > 0.5 else [not x for x in own] for own in away.values()
+        ]
+        pattern = [2 * sum(line) > len(votes) for line in zip(*votes, strict=True)]
+    likeness = {number: alike(own, pattern) for number, own in away.items()}
+    sides = {n: int(x > 0.5) for n, x in likeness.items() if not 1 - _CLEAR < x < _CLEAR}
+    if len(sides) < (1 - _MOST_UNCLEAR) * len(away):
+        return {}
     share = sum(sides.values()) / len(sides)
-    return sides if _FEWEST <= share <= 1 - _FEWEST else {}
+    first = sides[min(sides)]  # whose side is called 0
+    return {n: s ^ first for n, s in sides.items()} if _FEWEST <= share <= 1 - _FEWEST else {}

@@ -51,13 +51,19 @@ def weighed_and_scaled(s, offset, total, acc, mult, dtype):
 INSTEAD |= {"weighed": weighed_rows, "weighed_and_scaled": weighed_and_scaled}
 
 
+def sides_of_programs(seed):
+    """The halves of the L2 cache of 64 multiprocessors, a program on each."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(2, (64,), dtype=torch.int32, generator=draw)
+
+
 @contextmanager
-def launches(monkeypatch, launch, workers):
+def launches(monkeypatch, launch, workers, seed=0):
     """``attention_hopper_forward`` meets a GPU of so many multiprocessors, and launches by
     ``launch`` of (kernel, programs, arguments, constants, options)."""
     properties = SimpleNamespace(multi_processor_count=workers, L2_cache_size=2**16)
     queue = torch.zeros(2, dtype=torch.int32)
-    sides = torch.randint(2, (64,), dtype=torch.int32)  # of the multiprocessors, a worker on each
+    sides = sides_of_programs(seed)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

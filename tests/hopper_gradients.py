@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from gluon_values import OnGpu
+from hopper_attention import sides_of_programs
 from stof_compile.kernels import attention_hopper_backward as module
 from stof_compile.kernels.reference import attention_backward_reference, attention_reference
 
@@ -12,12 +13,12 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 @contextmanager
-def launches(monkeypatch, launch, capability=(9, 0)):
+def launches(monkeypatch, launch, capability=(9, 0), seed=0):
     """``attention_hopper_backward`` meets a GPU of one multiprocessor, and launches by ``launch``
     of (kernel, programs, arguments, constants, options)."""
     properties = SimpleNamespace(multi_processor_count=1, L2_cache_size=2**16)
     queue = torch.zeros(2, dtype=torch.int32)  # of both kernels
-    sides = torch.randint(2, (64,), dtype=torch.int32)  # of the multiprocessors, a worker on each
+    sides = sides_of_programs(seed)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

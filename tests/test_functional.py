@@ -10,8 +10,10 @@ from stof_compile.kernels.reference import attention_reference
 from torch.utils.checkpoint import checkpoint
 
 from stof_compile import attention_kernel, masks, sparse_attention
+from stof_compile.attention import functional
 from stof_compile.attention.functional import current_override
 from stof_compile.attention.unmeasured import default_kernel, sdpa_takes_causal
+from stof_compile.errors import StofMaskError
 from stof_compile.masks import MaskSpec
 from tests.close import assert_close
 from tests.functional_operands import WINDOW, operands
@@ -237,11 +239,6 @@ def test_causal_masks_are_left_to_sdpa_where_it_has_a_fused_kernel() -> None:
     assert left(wide, wide, 128, dtype=torch.float32) and not left(dtype=torch.float32)
     assert left() and not left(on_hopper=True)
     assert left(wide, wide, 128, on_hopper=True)
-    for head_dim in (72, 128):
-        long = (2, 8, 2048, head_dim)
-        assert left(long, long, head_dim) and not left(long, long, head_dim, on_hopper=True)
-    wider = (2, 8, 4096, 136)
-    assert left(wider, wider, 136, on_hopper=True)
     assert not left(unit_strides=False)
     assert not left(value_dim=32)
     odd = (2, 8, 100, 60)
@@ -249,6 +246,60 @@ def test_causal_masks_are_left_to_sdpa_where_it_has_a_fused_kernel() -> None:
     groups = (2, 2, 100, 64)
     assert left(k=groups) and not left(k=groups, dtype=torch.float32)
     assert left(k=(2, 8, 50, 64)) and not left(k=(2, 2, 50, 64))
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "head_dim", "left"),
+    [
+        (32, 512, 72, False), (32, 512, 96, False), (32, 512, 104, True),
+        (8, 2048, 128, False), (8, 2047, 128, True), (8, 2048, 136, True), (8, 2048, 256, True),
+        (4, 4096, 128, False), (4, 4096, 64, False),
+        (1, 2048, 80, True),  # too few units for the Hopper kernels to come first
+    ],
+)  # fmt: skip
+def test_causal_masks_that_hopper_kernels_take(batch, q_len, head_dim, left) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from stof_compile.kernels.attention_blockwise import configs
+
+    size = batch, 12, q_len, head_dim
+    how = {"q_len": q_len, "planes": 12 * batch, "plain": True}
+    on_hopper = configs(head_dim, torch.float16, (9, 0), **how)[0].hopper > 0
+    how = {"unit_strides": True, "on_hopper": on_hopper}
+    assert sdpa_takes_causal(size, size, head_dim, torch.float16, **how) == left
+
+
+class SaysCuda(torch.Tensor):
+    """On the CPU, but says otherwise."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "forced", "left"),
+    [
+        (masks.causal(), None, True), (masks.causal(), "block", False),
+        (masks.sliding_window(5), None, False),
+    ],
+)  # fmt: skip
+def test_causal_masks_that_a_capture_has_no_tiles_of(monkeypatch, spec, forced, left) -> None:
+    """SDPA needs none; other masks, and a kernel that was asked for, do."""
+
+    def missing(*given):
+        raise StofMaskError("not there yet")
+
+    called = []
+    monkeypatch.setattr(functional, "_block_mask", missing)
+    monkeypatch.setattr(functional, "_first_config", lambda *given: (64, 64, 4, 2))
+    monkeypatch.setattr(functional, "_sdpa_is_causal", lambda *given: False)
+    monkeypatch.setattr(functional, "_sdpa", lambda q, *more, is_causal: called.append(is_causal))
+    q, k, v = (x.as_subclass(SaysCuda) for x in torch.randn(3, 1, 2, 24, 16).half().unbind())
+    call = q, k, v, spec, None, None, 0.25, 0.0, False, forced
+    if left:
+        functional._attend(*call)
+        assert called == [True]
+    else:
+        with pytest.raises(StofMaskError, match="not there yet"):
+            functional._attend(*call)
 
 
 @pytest.mark.parametrize("kernel", ["gather", "flex"])

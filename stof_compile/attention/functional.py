@@ -40,7 +40,7 @@ from stof_compile.attention.unmeasured import (
     sdpa_takes_causal,
 )
 from stof_compile.config_fields import hopper_programs
-from stof_compile.errors import StofOptionError, StofUnsupportedError
+from stof_compile.errors import StofMaskError, StofOptionError, StofUnsupportedError
 from stof_compile.masks import BlockMask, MaskSpec, as_mask_spec, cached_block_mask
 from stof_compile.masks.dense_tensor import dense_bytes, dense_mask
 from stof_compile.ops_by_hand import attend_without_gradient
@@ -248,7 +248,12 @@ def _attend(
         if forced or not served or (not by_kernels and _sdpa_is_causal(q, k, v)):
             return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
     config = _first_config(q, v, forced, plain)
-    block_mask = _block_mask(spec, q, k, (config[0], config[1]))
+    try:
+        block_mask = _block_mask(spec, q, k, (config[0], config[1]))
+    except StofMaskError:  # while a CUDA stream is capturing; SDPA needs none
+        if not is_causal or forced or by_kernels:
+            raise
+        return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
     kernel = forced
     if kernel is None:
         touched = block_mask.col_idx.numel() / max(

@@ -15,9 +15,8 @@ EXACT_WINS_BELOW = {128: 1.0, TRITON_MAX_HEAD_DIM: 0.8}
 EXACT_TRAINS_BELOW = {64: 0.9, 128: 0.5, TRITON_MAX_HEAD_DIM: 0.16}
 ORDINARY_WINS_BELOW = {64: 0.35, TRITON_MAX_HEAD_DIM: 0.16}
 EXACT_CAUSAL_WINS = 96  # the widest head dim where it is faster than SDPA's own causal kernel
-# Queries from which the Hopper kernels are, for heads of 65 to 128 dims; below, calls are so short
-# that the host decides, which launches SDPA in a fraction of the time. Up to 64 dims always.
-HOPPER_CAUSAL_FROM = 2048
+HOPPER_CAUSAL_WINS = 128  # the same where a Hopper kernel is the first
+HOPPER_CAUSAL_FROM = 2048  # queries where a Hopper kernel is, for heads of over 96 dims
 ROW_WINS_BELOW = 0.6
 MOST_DENSE = 2**28  # bytes of a dense mask that SDPA is given on CUDA, where a kernel serves
 
@@ -125,10 +124,11 @@ def sdpa_takes_causal(
 
     Microseconds of an H200 as above, fp16, block-wise / SDPA: 19 / 21 at 8 x 12 x 512 x 64, 85 / 79
     at 4 x 12 x 2048 x 64, 87 / 69 at head dim 80, 104 / 86 at 128 and 61 / 36 at 256; by the Hopper
-    kernels 944 / 1024 at 16 x 12 x 4096 x 64 and, in lasting replays of 2026-11-30, 170 / 221,
-    188 / 229 and 212 / 238 at 8 x 12 x 2048 and head dims of 80, 96 and 128, 32 / 45, 34 / 45 and
-    36 / 45 at 1 x 12 x 2048, 599 / 753, 682 / 817 and 715 / 822 at 2 x 12 x 8192, and 92 / 88 at
-    32 x 12 x 512 x 128; 15 to 17 / 19 at 1 x 12 x 1024, where the host takes 39 to 63 / 21 to 33.
+    kernels 944 / 1024 at 16 x 12 x 4096 x 64 and, in lasting replays of 2026-11-30 at head dims of
+    80, 96 and 128, 61 / 81, 68 / 84 and 92 / 88 at 32 x 12 x 512, 97 / 128, 107 / 133 and 132 / 139
+    at 16 x 12 x 1024, 170 / 221, 188 / 229 and 212 / 238 at 8 x 12 x 2048, 599 / 753, 682 / 817 and
+    715 / 822 at 2 x 12 x 8192. They come first with 2,048 tile rows of all heads (with 12 heads of
+    2,048 queries 32 / 45, 34 / 45 and 36 / 45, but they are not asked there).
     fp32: 110 / 161 and 652 / 926 for the first two, then 635 / 654, 628 / 654 at 96, 946 / 901 and
     301 / 302; with TF32, which SDPA does not use, 370 for the second, 526 at 128 and 174 at 256.
 
@@ -144,5 +144,5 @@ def sdpa_takes_causal(
     fused = unit_strides and head_dim == value_dim and head_dim % 8 == 0
     if heads != k_shape[1]:
         fused = fused and dtype != torch.float32 and q_len == k_shape[2]
-    hopper_wins = on_hopper and head_dim <= 128 and (head_dim <= 64 or q_len >= HOPPER_CAUSAL_FROM)
-    return fused and not hopper_wins
+    least = 0 if head_dim <= 96 else HOPPER_CAUSAL_FROM
+    return fused and not (on_hopper and head_dim <= HOPPER_CAUSAL_WINS and q_len >= least)

@@ -59,7 +59,7 @@ def gradients(monkeypatch):
                 monkeypatch, kernel, MODULES, INSTEAD, workers, arguments, constants, seed
             )
 
-        with launches(monkeypatch, launch):
+        with launches(monkeypatch, launch, seed=seed):
             found = hopper_gradients(*given, **changes)
         assert len(machines) == 2
         return found

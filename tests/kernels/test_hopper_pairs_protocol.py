@@ -55,7 +55,7 @@ def attend(monkeypatch):
             launched.append((machine, constants))
 
         numbers = 1, stages, heavy_rows, 1, uneven, return_lse
-        with launches(monkeypatch, launch, workers):
+        with launches(monkeypatch, launch, workers, seed):
             return hopper_attention.hopper_attention(q, k, v, mask, *numbers)
 
     call.launched = launched

@@ -68,7 +68,7 @@ def attend(monkeypatch):
             run_kernel(monkeypatch, kernel, MODULES, INSTEAD, workers, *given)
 
         numbers = programs, stages, heavy_rows, pieces, mask.uneven, return_lse, shifted
-        with launches(monkeypatch, launch, workers):
+        with launches(monkeypatch, launch, workers, seed):
             found = hopper_attention.hopper_attention(q, k, v, mask, *numbers)
         if parts:
             merged(*found, *parts, mask)
