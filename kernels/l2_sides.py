@@ -12,11 +12,14 @@ Source: ours; that there are two partitions is in NVIDIA's A100 whitepaper, on t
 
 import logging
 import threading
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .own_thread import in_own_thread
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ _ROOM = 1024  # in the table: a multiprocessor's number may be over how many the
 
 _known: dict[int, Tensor] = {}  # by device
 _refused: dict[int, int] = {}  # measurements without a result, by device
+_tables: list[Tensor] = []  # all there ever were: kernels of any stream may still read one
 _measuring = threading.Lock()
 
 
@@ -82,35 +86,22 @@ def l2_sides(device: torch.device) -> Tensor:
         return number.bitwise_right_shift_(1).bitwise_and_(1)
     with _measuring:
         if index not in _known:
-            # in a thread of its own: this one may allocate from the memory of a CUDA graph
-            found: list[Tensor] = []
-            made = threading.Thread(target=_try, args=(torch.device(device.type, index), found))
-            made.start()
-            made.join()
-            if not found:
-                raise RuntimeError(
-                    f"STOF: device {index} could not be asked which multiprocessors are near to "
-                    "which half of its L2 cache: it failed before, or has no memory left; the "
-                    "log of this module says more"
-                )
-            return found[0]
+            return in_own_thread(partial(_table, torch.device(device.type, index)))
         return _known[index]
 
 
-def _try(device: torch.device, found: list[Tensor]) -> None:
-    try:
-        with torch.cuda.device(device):
-            sides = _measured(device)
-            values = [sides.get(n, sides.get(n ^ 1, n // 2 % 2)) for n in range(_ROOM)]
-            table = torch.tensor(values, dtype=torch.int32, device=device)
-            torch.cuda.current_stream().synchronize()
-    except Exception as error:
-        log.warning("the halves of the L2 cache: %s: %s", type(error).__name__, error)
-        return
+def _table(device: torch.device) -> Tensor:
+    """The table, which is kept where it has a result or was asked for often enough."""
+    with torch.cuda.device(device):
+        sides = _measured(device)
+        values = [sides.get(n, sides.get(n ^ 1, n // 2 % 2)) for n in range(_ROOM)]
+        table = torch.tensor(values, dtype=torch.int32, device=device)
+        torch.cuda.current_stream().synchronize()
+    _tables.append(table)
     _refused[device.index] = _refused.get(device.index, 0) + (not sides)
     if sides or _refused[device.index] == _MEASUREMENTS:
         _known[device.index] = table
-    found.append(table)
+    return table
 
 
 def _measured(device: torch.device) -> dict[int, int]:

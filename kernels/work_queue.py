@@ -9,9 +9,12 @@ replayed on any stream, but each one after the other by itself. Numbers are not 
 """
 
 import threading
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from .own_thread import in_own_thread
 
 _NUMBERS = 2**15  # of a device: streams, and calls in captured graphs
 _APART = 8  # each begins 32 bytes, as Triton takes its address for a multiple of 16
@@ -21,21 +24,8 @@ class _Numbers:
     """The numbers of a device, each handed out once."""
 
     def __init__(self, device: int) -> None:
-        # in a thread of its own: this one may allocate from the memory of a CUDA graph, as when
-        # torch runs a graph for the last time before it captures it
-        failed: list[BaseException] = []
-        made = threading.Thread(target=self._try, args=(device, failed))
-        made.start()
-        made.join()
-        if failed:
-            raise failed[0]
+        in_own_thread(partial(self._make, device))
         self._next = 0
-
-    def _try(self, device: int, failed: list[BaseException]) -> None:
-        try:
-            self._make(device)
-        except BaseException as error:
-            failed.append(error)
 
     def _make(self, device: int) -> None:
         with torch.cuda.device(device):

@@ -275,24 +275,29 @@ class SaysCuda(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("spec", "forced", "left"),
+    ("spec", "forced", "head_dim", "left"),
     [
-        (masks.causal(), None, True), (masks.causal(), "block", False),
-        (masks.sliding_window(5), None, False),
+        (masks.causal(), None, 16, True),
+        (masks.causal(), None, 12, False),  # SDPA has no fused kernel and would hold all scores
+        (masks.causal(), "block", 16, False),
+        (masks.sliding_window(5), None, 16, False),
     ],
-)  # fmt: skip
-def test_causal_masks_that_a_capture_has_no_tiles_of(monkeypatch, spec, forced, left) -> None:
+)
+def test_causal_masks_that_a_capture_has_no_tiles_of(
+    monkeypatch, spec, forced, head_dim, left
+) -> None:
     """SDPA needs none; other masks, and a kernel that was asked for, do."""
+    from stof_compile.kernels.attention_blockwise import BlockConfig
 
     def missing(*given):
         raise StofMaskError("not there yet")
 
     called = []
     monkeypatch.setattr(functional, "_block_mask", missing)
-    monkeypatch.setattr(functional, "_first_config", lambda *given: (64, 64, 4, 2))
-    monkeypatch.setattr(functional, "_sdpa_is_causal", lambda *given: False)
+    on_hopper = tuple(BlockConfig(64, 64, 4, 2, hopper=4))
+    monkeypatch.setattr(functional, "_first_config", lambda *given: on_hopper)
     monkeypatch.setattr(functional, "_sdpa", lambda q, *more, is_causal: called.append(is_causal))
-    q, k, v = (x.as_subclass(SaysCuda) for x in torch.randn(3, 1, 2, 24, 16).half().unbind())
+    q, k, v = (x.as_subclass(SaysCuda) for x in torch.randn(3, 1, 2, 24, head_dim).half().unbind())
     call = q, k, v, spec, None, None, 0.25, 0.0, False, forced
     if left:
         functional._attend(*call)

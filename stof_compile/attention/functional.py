@@ -251,7 +251,7 @@ def _attend(
     try:
         block_mask = _block_mask(spec, q, k, (config[0], config[1]))
     except StofMaskError:  # while a CUDA stream is capturing; SDPA needs none
-        if not is_causal or forced or by_kernels:
+        if not is_causal or forced or by_kernels or not _sdpa_is_causal(q, k, v, False):
             raise
         return _sdpa(q, k, v, None, None, None, scale, is_causal=True), q.new_empty(0)
     kernel = forced
@@ -320,15 +320,15 @@ def _attend(
     return out, lse
 
 
-def _sdpa_is_causal(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether SDPA's kernels for causal masks are taken."""
+def _sdpa_is_causal(q: Tensor, k: Tensor, v: Tensor, or_hopper: bool = True) -> bool:
+    """Whether SDPA's kernels for causal masks are taken, unless Hopper kernels are faster."""
     return sdpa_takes_causal(
         q.shape,
         k.shape,
         v.shape[3],
         q.dtype,
         unit_strides=all(t.stride(3) == 1 for t in (q, k, v)),
-        on_hopper=hopper_programs(_first_config(q, v, None, True)) > 0,
+        on_hopper=or_hopper and hopper_programs(_first_config(q, v, None, True)) > 0,
     )
 
 
