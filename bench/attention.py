@@ -29,11 +29,12 @@ FIELDS = (
     "cell", "batch", "seq", "mask", "window", "global_tokens", "heads", "head_dim", "dtype",
     "density", "tile_density",
     "peer", "variant", "median_us", "p20_us", "p80_us", "runs", "method", "launch_us",
-    "launch_p20_us", "launch_p80_us",
+    "launch_p20_us", "launch_p80_us", "burst_us", "burst_p20_us", "burst_p80_us",
     "compile_s", "peak_bytes", "max_rel", "rms_rel", "element_floor_us", "tile_floor_us",
     "tile_floor_share",
     "detail", "device", "torch", "triton", "stof", "date",
 )  # fmt: skip
+COMPILED = ("stof", "stof_block", "stof_fp8")  # whose callables tell what STOF chose
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def _measure(variant: Variant, setup: Setup, prepared: Prepared) -> dict[str, An
     peak = timing.peak_bytes(attend, prepared.check_inputs, device)
     launch = timing.launch_time(attend, prepared.sets, device)
     replay = timing.replay_time(attend, prepared.sets, device)
+    burst = timing.burst_time(attend, prepared.sets, device)
     return {
         **prepared.facts,
         "peer": variant.peer,
@@ -173,12 +175,15 @@ def _measure(variant: Variant, setup: Setup, prepared: Prepared) -> dict[str, An
         "launch_us": launch.median_us,
         "launch_p20_us": launch.p20_us,
         "launch_p80_us": launch.p80_us,
+        "burst_us": burst and burst.median_us,
+        "burst_p20_us": burst and burst.p20_us,
+        "burst_p80_us": burst and burst.p80_us,
         "compile_s": compile_s,
         "peak_bytes": peak,
         "max_rel": report.max_rel,
         "rms_rel": report.rms_rel,
         "tile_floor_share": prepared.facts["tile_floor_us"] / replay.median_us,
-        "detail": stof_choice(attend) if variant.peer in ("stof", "stof_fp8") else "",
+        "detail": stof_choice(attend) if variant.peer in COMPILED else "",
     }
 
 

@@ -16,7 +16,7 @@ SHOWN = {
     "SDPA + mask": ("sdpa_mask",),
     "FlexAttention, default": ("flex_default",),
     "FlexAttention, expert": OPPONENTS["best flex"],
-    "cuDNN / flash (causal)": ("cudnn", "sdpa_causal"),
+    "cuDNN, flash, FA4": ("cudnn", "sdpa_causal", "sdpa_dense", "fa4"),
     "STOF": ("stof",),
 }
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}

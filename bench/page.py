@@ -61,8 +61,8 @@ SECTIONS = (
             "density", _is("density"), tables.density_table),
     Section("Attention (Figures 9 and 10)", "The masks of Table 2 with a width of sqrt(S).",
             "attention --grid table2,mha",
-            _is("attention", without=("long", "headdims", "single", "scattered", "blocks")),
-            tables.attention_table),
+            _is("attention", without=("long", "headdims", "single", "scattered", "blocks",
+                                      "dense")), tables.attention_table),
     Section("Head dims and dtypes", "Batch 4, 4,096 tokens, 12 heads.",
             "attention --grid headdims", _is("attention", "headdims"), tables.attention_table),
     Section("Single precision", "fp32 without TF32, 12 heads of 64.",
@@ -72,6 +72,9 @@ SECTIONS = (
     Section("Documents and random tiles", "Packed documents of 512 tokens in the mean, which begin "
             "anywhere and see themselves; a tenth of all tiles of 64 x 64.",
             "attention --grid blocks", _is("attention", "blocks"), tables.attention_table),
+    Section("No mask", "Each token sees all, and a causal mask where no other grid has it; "
+            "`stof_block` is STOF held to its own kernels.",
+            "attention --grid dense", _is("attention", "dense"), tables.attention_table),
     Section("Gradients of attention", "Both passes together, and the backward pass alone.",
             "backward --grid table2", _is("backward"), tables.backward_table),
     Section("Long sequences: attention", "The oracle answers sampled rows where all are too many.",

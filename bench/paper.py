@@ -61,7 +61,8 @@ def full_parts(device: str) -> list[Part]:
              ("long sequences", "long", ""), ("head dims", "headdims", ""),
              ("single precision", "single", ""),
              ("scattered columns", "scattered", ""),
-             ("documents and random tiles", "blocks", "")]  # fmt: skip
+             ("documents and random tiles", "blocks", ""),
+             ("no mask", "dense", "")]  # fmt: skip
     attention = [
         Part(shows, "attention", name or f"attention-{grid}", {"grid": grid, **PATIENCE})
         for shows, grid, name in grids

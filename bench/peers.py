@@ -94,9 +94,11 @@ def _sdpa_mask(setup: Setup, backend: SDPBackend | None = None) -> Attend:
     return run if backend is None else _under(backend, run)
 
 
-def _sdpa_causal(setup: Setup, backend: SDPBackend | None = None) -> Attend:
+def _sdpa_plain(setup: Setup, backend: SDPBackend | None = None) -> Attend:
+    causal = setup.cell.mask == "causal"
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return run if backend is None else _under(backend, run)
 
@@ -216,9 +218,34 @@ def _flex_flash(setup: Setup) -> Attend:
     return _flex(_block_mask(setup, rule, 128), {"BACKEND": "FLASH"})
 
 
+# -- FlashAttention 4 ------------------------------------------------------------------------------
+
+
+def _fa4(setup: Setup) -> Attend:
+    """Its own function, for the masks it has."""
+    cell = setup.cell
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as missing:
+        raise PeerMissingError(f"FA4 (flash_attn.cute) is not installed: {missing}") from missing
+    asked: dict[str, Any] = {"causal": cell.mask == "causal"}
+    if cell.mask == "sliding":
+        asked["window_size"] = (cell.window, cell.window)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **asked)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2)
+
+    return run
+
+
+# -- FlexAttention's settings ----------------------------------------------------------------------
+
+
 SAFE = {"ROWS_GUARANTEED_SAFE": True}
 # the flag asks for a kept key in the first tile that a row visits: under these masks there is one
-SAFE_MASKS = ("causal", "longformer", "bigbird", "fixed")
+SAFE_MASKS = ("causal", "dense", "longformer", "bigbird", "fixed")
 M64 = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -233,7 +260,7 @@ def expert_settings(cell: Cell) -> list[tuple[str, int, dict[str, Any]]]:
         ("b128{}", 128, {}),
         ("b128-m64{}", 128, dict(M64)),
     ]
-    if cell.mask == "causal":  # the only mask here whose partial and full blocks are one run each
+    if cell.mask in ("causal", "dense"):  # whose partial and full blocks are one run each
         tuned += [("b128{}-contiguous", 128, {"BLOCKS_ARE_CONTIGUOUS": True})]
     if cell.seq <= 1024:
         tuned += [("b32{}", 32, {"BLOCK_M": 32, "BLOCK_N": 32})]
@@ -334,12 +361,16 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
         ),
         Variant("sdpa_mask", "cudnn", partial(_sdpa_mask, backend=cudnn)),
     ]
-    if cell.mask == "causal":
+    if cell.mask in ("causal", "dense"):
+        peer = f"sdpa_{cell.mask}"
         variants += [
-            Variant("sdpa_causal", "default", _sdpa_causal),
-            Variant("sdpa_causal", "flash", partial(_sdpa_causal, backend=flash)),
-            Variant("cudnn", "causal", partial(_sdpa_causal, backend=cudnn)),
+            Variant(peer, "default", _sdpa_plain),
+            Variant(peer, "flash", partial(_sdpa_plain, backend=flash)),
+            Variant("cudnn", cell.mask, partial(_sdpa_plain, backend=cudnn)),
         ]
+        stof += [Variant("stof_block", "option", partial(_stof_option, attention="block"))]
+    if cell.mask in ("causal", "dense", "sliding"):
+        variants += [Variant("fa4", "function", _fa4)]
     variants += default_variants(cell)
     for name, block, options in expert_settings(cell):
         variants += [

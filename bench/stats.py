@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from results import number
 
 Row = dict[str, str]
-STOF_PEERS = ("stof", "stof_fn", "stof_fp8")
+STOF_PEERS = ("stof", "stof_fn", "stof_block", "stof_fp8")
 EXPERT_PEERS = ("flex_expert",)
 OPPONENTS: dict[str, tuple[str, ...] | None] = {
     "best peer": None,
@@ -42,16 +42,34 @@ def geometric_mean(values: Iterable[float]) -> float:
 def best_of(
     rows: Iterable[Row], peers: Sequence[str] | None, time_field: str = "median_us"
 ) -> Best | None:
-    """Fastest row among some peers (None: all but STOF)."""
+    """Fastest row among some peers (None: all but STOF) of those that have this time."""
     chosen = [
         r
         for r in rows
         if (r["peer"] in peers if peers is not None else r["peer"] not in STOF_PEERS)
+        and r.get(time_field)
     ]
     if not chosen:
         return None
     row = min(chosen, key=lambda r: number(r, time_field))
     return Best(row["peer"], row["variant"], number(row, time_field), number(row, "launch_us"))
+
+
+def with_bursts(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the cells in which STOF and the fastest peer by replay were timed in bursts: without
+    that peer another would count as the best.
+    """
+    kept: list[Row] = []
+    for group in by_cell(rows).values():
+        peer = best_of(group, None)
+        timed = {(r["peer"], r["variant"]) for r in group if r.get("burst_us")}
+        if (
+            peer is not None
+            and (peer.peer, peer.variant) in timed
+            and best_of(group, ("stof",), "burst_us")
+        ):
+            kept += group
+    return kept
 
 
 def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from e2e_stats import cells, compare, launched, replayed
 from gather import Group
 from results import number
-from stats import OPPONENTS, Row, best_of, by_cell, geometric_mean, means
+from stats import OPPONENTS, Row, best_of, by_cell, geometric_mean, means, with_bursts
 
 # Table 4 of the paper: seconds of STOF's own tuning on an A100 (specs/01, section 10)
 PAPER_TUNING_S = {
@@ -37,6 +37,7 @@ def density_table(group: Group) -> list[str]:
 def attention_table(group: Group) -> list[str]:
     """Milliseconds of the peers at their best and of STOF."""
     shapes = {(r["heads"], r["head_dim"], r["dtype"]) for r in group.rows}
+    timed = by_cell(with_bursts(group.rows))
     rows = []
     for cell, held in by_cell(group.rows).items():
         first = held[0]
@@ -45,30 +46,31 @@ def attention_table(group: Group) -> list[str]:
             ("sdpa_mask",),
             ("flex_default",),
             OPPONENTS["best flex"],
-            ("cudnn", "sdpa_causal"),
+            ("cudnn", "sdpa_causal", "sdpa_dense", "fa4"),
         )
         shown = [best_of(held, peers) for peers in groups]
         times = [_ms(b.median_us) if b else "-" for b in (*shown, peer, stof)]
         ours = [r for r in held if r["peer"] == "stof"]
         fastest = min(ours, key=lambda r: number(r, "median_us")) if ours else None
         graph = peer.median_us / stof.median_us if stof and peer else math.nan
-        calls = [best_of(held, p, "launch_us") for p in (None, ("stof",))]
-        launch = calls[0].median_us / calls[1].median_us if calls[0] and calls[1] else math.nan
+        launch = _gain(held, "launch_us")
+        burst = [_plain(_gain(timed[cell], "burst_us"), 2) if cell in timed else "-"]
         floors = [100 * number(first, f) / stof.median_us if stof else math.nan
                   for f in ("element_floor_us", "tile_floor_us")]  # fmt: skip
         extra = () if len(shapes) == 1 else (f"{first['heads']}x{first['head_dim']}",)
         peak = number(fastest, "peak_bytes") / 2**20 if fastest else math.nan
         rows.append((
             cell, *extra, f"{number(first, 'density'):.3f}", *times, _plain(graph, 2),
-            *([_plain(launch, 2)] if group.on_gpu else []), *(_plain(f, 0) for f in floors),
+            *([_plain(launch, 2)] if group.on_gpu else []), *(burst if timed else []),
+            *(_plain(f, 0) for f in floors),
             f"{number(fastest, 'rms_rel'):.1e}" if fastest else "-",
             *([_plain(peak, 0)] if group.on_gpu else []),
         ))  # fmt: skip
     head = (
         "cell", *(() if len(shapes) == 1 else ("heads x D",)), "density", "SDPA + mask",
-        "flex default", "best flex", "cuDNN, flash", "best peer", "STOF", "best / STOF",
-        *(("with launches",) if group.on_gpu else ()), "element floor %", "tile floor %",
-        "rms error", *(("MiB",) if group.on_gpu else ()),
+        "flex default", "best flex", "cuDNN, flash, FA4", "best peer", "STOF", "best / STOF",
+        *(("with launches",) if group.on_gpu else ()), *(("in bursts",) if timed else ()),
+        "element floor %", "tile floor %", "rms error", *(("MiB",) if group.on_gpu else ()),
     )  # fmt: skip
     heads, dim, dtype = next(iter(shapes))
     same = f"{heads} heads of {dim}, {dtype}; " if len(shapes) == 1 else ""
@@ -77,7 +79,16 @@ def attention_table(group: Group) -> list[str]:
     text = [note, "", *table(head, rows), "", *_code(means(group.rows))]
     if group.on_gpu:
         text += ["", "Launches included:", "", *_code(means(group.rows, "launch_us"))]
+    if timed:
+        bursts = means([row for held in timed.values() for row in held], "burst_us")
+        text += ["", "In bursts of 20 ms, which all run at the full clock:", "", *_code(bursts)]
     return text
+
+
+def _gain(rows: Sequence[Row], time_field: str) -> float:
+    """A time of the best peer over STOF's; NaN where one is missing."""
+    peer, stof = best_of(rows, None, time_field), best_of(rows, ("stof",), time_field)
+    return peer.median_us / stof.median_us if peer and stof else math.nan
 
 
 def models_table(group: Group) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stof_compile.measure import Timing, time_callable
+from stof_compile.measure import Timing, time_after_pauses, time_callable
 
 L2_BYTES = 64e6  # an H200 has 60 MB; inputs that rotate through more than this come from memory
 MAX_SETS = 96
@@ -102,9 +102,22 @@ def replay_time(
     device: torch.device,
     budget_s: float = 0.2,
 ) -> Timing:
-    """Time without launch cost: CUDA-graph replay on a GPU, plain calls on a CPU.
+    """Time without launch cost: CUDA-graph replay on a GPU, plain calls on a CPU."""
+    return time_callable(_with_torch_functions(fn), sets, device, budget_s=budget_s)
 
-    The timer disables torch functions; a callable compiled with them enabled would compile again
+
+def burst_time(
+    fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device
+) -> Timing | None:
+    """The same at a GPU's full clock, in replays of 20 ms between pauses; None where there is none.
+
+    ``replay_time`` lasts so long that what draws much power runs at a lower clock for most of it.
+    """
+    return time_after_pauses(_with_torch_functions(fn), sets, device)
+
+
+def _with_torch_functions(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The timer disables torch functions; a callable compiled with them enabled would compile again
     under its guards.
     """
 
@@ -112,7 +125,7 @@ def replay_time(
         with torch._C._EnableTorchFunction():
             return fn(*args)
 
-    return time_callable(enabled, sets, device, budget_s=budget_s)
+    return enabled
 
 
 def launch_time(

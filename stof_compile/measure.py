@@ -18,7 +18,13 @@ import torch
 
 from stof_compile.device import cuda_index
 from stof_compile.errors import StofUnsupportedError
-from stof_compile.replay import MAX_RUNS, MIN_RUNS, time_on_cuda, time_under_load
+from stof_compile.replay import (
+    MAX_RUNS,
+    MIN_RUNS,
+    time_in_bursts,
+    time_on_cuda,
+    time_under_load,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +42,8 @@ class Timing:
     Args:
         median_us, p20_us, p80_us: microseconds.
         runs: number of samples behind the percentiles.
-        method: "cuda-graph", "cuda-graph under load", "events (<why no graph>)" or "clock".
+        method: "cuda-graph", "cuda-graph in bursts", "cuda-graph under load", "events (<why no
+            graph>)" or "clock".
     """
 
     median_us: float
@@ -214,6 +221,27 @@ def time_as_in_use(
         if samples is not None:
             return [_timing(taken, "cuda-graph under load") for taken in samples]
     return time_in_turns(fns, input_sets, device, budget_s=turn_s * rounds, rounds=rounds)
+
+
+def time_after_pauses(
+    fn: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]], device: torch.device | str
+) -> Timing | None:
+    """Time one call of ``fn`` on a GPU in bursts too short for its power limit to lower the clock
+    (see :func:`stof_compile.replay.time_in_bursts`).
+
+    Args:
+        fn, input_sets, device: as for :func:`time_callable`, which also says what is raised.
+    Returns:
+        None on a CPU, and where no graph of it can be captured.
+    """
+    if not input_sets:
+        raise ValueError("timing needs at least one set of inputs")
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    with _on_cuda(device):
+        samples = time_in_bursts(fn, input_sets)
+    return None if samples is None else _timing(samples, "cuda-graph in bursts")
 
 
 def sample_us(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,14 @@ are there for short calls, and making them in Python takes longer than timing th
 
 WARM_S = 0.2
 """Of replays before functions are timed under load."""
+
+PAUSE_S = 0.1
+"""Before a burst. After 20 ms a GPU already begins at its full clock again."""
+
+BURST_S = 0.02
+"""Of replays behind a pause: an H200 keeps its full clock for 30 ms, whatever it draws."""
+
+BURSTS = 5
 
 
 def time_on_cuda(
@@ -69,6 +78,40 @@ def time_on_cuda(
         stream.synchronize()
     torch.cuda.current_stream().wait_stream(stream)
     return samples, method
+
+
+def time_in_bursts(
+    fn: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]]
+) -> list[float] | None:
+    """Time a function on the current CUDA device at its full clock, as a kernel runs that follows
+    others which need less power: ``BURSTS`` times ``BURST_S`` of replays, ``PAUSE_S`` apart. The
+    first replay of each wakes the device and does not count.
+
+    Args:
+        fn, input_sets: as for ``measure.time_callable``.
+    Returns:
+        Microseconds of one call, a sample each replay; None where the function cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    taken: list[float] = []
+    with torch.cuda.stream(stream):
+        try:
+            for inputs in input_sets:
+                fn(*inputs)
+            graph, calls, one_us = _long_graph(fn, input_sets, stream)
+            for _ in range(BURSTS):
+                stream.synchronize()
+                time.sleep(PAUSE_S)
+                samples = _event_samples(graph.replay, _runs(BURST_S, one_us, 2))
+                taken += [us / calls for us in samples[1:]]
+        except RuntimeError as error:  # as in ``time_on_cuda``
+            log.debug("timing without bursts: %s", error)
+            torch.cuda.synchronize()
+            return None
+        stream.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
+    return taken
 
 
 def time_under_load(

@@ -118,6 +118,10 @@ FILES = {
         attention(peer, us, us, "16x2048/random")
         for peer, us in (("flex_expert", "7"), ("stof", "6"))
     ],
+    "attention-dense-cuda": [
+        attention(peer, us, us, "16x2048/dense", burst_us=burst)
+        for peer, us, burst in (("fa4", "8", "7.5"), ("sdpa_dense", "8.5", ""), ("stof", "8", "6"))
+    ],
     "e2e-cuda": [
         model("compile-default", "200", "500"), model("flex-default", "150", "300"),
         model("stof-default", "100", "400"), model("stof-attention", "120", "400"),
@@ -171,6 +175,31 @@ def test_every_kind_has_its_section(folder):
     assert "| gpt2 1x128 | 0.2000 | 0.1500 | 0.1000 | 2.00 | 1.50 | 0.75 |" in text  # newer row
     assert "| gpt2 1x128 | 2.0000 | - | 1.5000 |" in text  # in fp32, which replaces no other row
     assert "attention only" in text and "| 1.67 |" in text  # of the ablation, 200 / 120
+
+
+def test_bursts_count_where_the_fastest_peer_has_them(folder):
+    from gather import groups
+    from losses import all_losses
+    from page import render
+
+    def section(text):
+        return text.split("## No mask\n")[1].split("\n## ")[0]
+
+    text = render(folder)
+    assert "best / STOF | with launches | in bursts |" in section(text)
+    assert "| 1.00 | 1.00 | 1.25 |" in section(text)  # 8 / 8 replayed and launched, 7.5 / 6
+    assert "In bursts of 20 ms" in section(text) and text.count("in bursts |") == 1
+    faster = attention("cudnn", "7", "9", "16x2048/dense", burst_us="")
+    rows = [*FILES["attention-dense-cuda"], faster]
+    rows += [
+        attention(peer, us, us, "16x4096/dense", burst_us=us)
+        for peer, us in (("fa4", "9"), ("stof", "10"))
+    ]
+    write(folder / "attention-dense-cuda.csv", rows)
+    assert "| 0.88 | 1.00 | - |" in section(render(folder))  # 7 / 8: who leads has no bursts
+    titles = {told.title: told for told in all_losses(groups(folder))}
+    told = titles["Attention (`attention-dense-cuda`), replay in bursts"]
+    assert told.count == 1 and [loss.cell for loss in told.found] == ["16x4096/dense"]
 
 
 def test_an_ablation_is_a_group_of_its_own(folder):

@@ -12,11 +12,20 @@ from stof_compile.measure import (
     TOLERANCE,
     check_close,
     real_tensors,
+    time_after_pauses,
     time_as_in_use,
     time_callable,
     time_in_turns,
 )
-from stof_compile.replay import MAX_TURNS, _turns, time_under_load
+from stof_compile.replay import (
+    BURST_S,
+    BURSTS,
+    MAX_TURNS,
+    PAUSE_S,
+    _turns,
+    time_in_bursts,
+    time_under_load,
+)
 
 
 class Clock:
@@ -247,73 +256,118 @@ def test_on_a_cpu_what_is_in_use_is_timed_in_turns():
         time_as_in_use([lambda: None], [], "cuda")
 
 
-def test_turns_under_load_have_no_pause_and_a_first_half_that_does_not_count(monkeypatch):
-    """With CUDA's parts played by ours: time passes in calls, and a graph repeats its calls."""
-    now, played, capturing = [0.0], [], []
+class PlayedCuda:
+    """CUDA's parts played by ours: time passes in calls, and a graph repeats its calls."""
 
-    class Stream(nullcontext):
-        def wait_stream(self, other):
-            pass
+    def __init__(self, monkeypatch):
+        self.now_ms, self.played, self.capturing, self.slow = 0.0, [], [], lambda name: 1
+        cuda = self
 
-        def synchronize(self):
-            pass
+        class Stream(nullcontext):
+            def wait_stream(self, other):
+                pass
 
-    class Event:
-        def __init__(self, enable_timing):
-            pass
+            def synchronize(self):
+                pass
 
-        def record(self):
-            self.at = now[0]
+        class Event:
+            def __init__(self, enable_timing):
+                pass
 
-        def elapsed_time(self, later):
-            return later.at - self.at
+            def record(self):
+                self.at = cuda.now_ms
 
-    class Graph:
-        def capture_begin(self, capture_error_mode):
-            self.calls = []
-            capturing.append(self)
+            def elapsed_time(self, later):
+                return later.at - self.at
 
-        def capture_end(self):
-            capturing.remove(self)
+        class Graph:
+            def capture_begin(self, capture_error_mode):
+                self.calls = []
+                cuda.capturing.append(self)
 
-        def replay(self):
-            name = self.calls[0][0]
-            changed = played[-5:].count(name) < 5  # the clock is still another's
-            now[0] += sum(ms for _, ms in self.calls) * (2 if changed else 1)
-            played.append(name)
+            def capture_end(self):
+                cuda.capturing.remove(self)
 
-    def function(name, ms):
+            def replay(self):
+                name = self.calls[0][0]
+                cuda.now_ms += sum(ms for _, ms in self.calls) * cuda.slow(name)
+                cuda.played.append(name)
+
+        parts = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "current_stream": Stream}
+        parts |= {"stream": lambda s: s, "synchronize": Stream}
+        for name, part in parts.items():
+            monkeypatch.setattr(torch.cuda, name, part)
+
+    def function(self, name, ms):
         def call(x):
-            if capturing:
-                capturing[0].calls.append((name, ms))
+            if self.capturing:
+                self.capturing[0].calls.append((name, ms))
             else:
-                now[0] += ms
+                self.now_ms += ms
 
         return call
 
-    def fails(x):
-        if capturing:
-            raise RuntimeError("operation not permitted")
+    def raising(self, error):
+        """A function that cannot be captured."""
 
-    parts = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "current_stream": Stream}
-    parts |= {"stream": lambda s: s, "synchronize": Stream}
-    for name, part in parts.items():
-        monkeypatch.setattr(torch.cuda, name, part)
-    fns = [function("a", 0.05), function("b", 0.125)]
+        def call(x):
+            if self.capturing:
+                raise error
+
+        return call
+
+
+def test_turns_under_load_have_no_pause_and_a_first_half_that_does_not_count(monkeypatch):
+    cuda = PlayedCuda(monkeypatch)
+    # the clock is another's at first
+    cuda.slow = lambda name: 2 if cuda.played[-5:].count(name) < 5 else 1
+    fns = [cuda.function("a", 0.05), cuda.function("b", 0.125)]
     one, two = time_under_load(fns, [(1,), (2,)], 0.01, 3)
     assert one == pytest.approx([50.0] * 15) and two == pytest.approx([125.0] * 15)
     # there, back, and there again, behind what warms up
-    assert "".join(played[-60:]) == "".join(name * 10 for name in "abbaab")
-    assert set(played[-160:-60]) == {"a"}
+    assert "".join(cuda.played[-60:]) == "".join(name * 10 for name in "abbaab")
+    assert set(cuda.played[-160:-60]) == {"a"}
+    fails = cuda.raising(RuntimeError("operation not permitted"))
     assert time_under_load([*fns, fails], [(1,)], 0.01, 3) is None
-
-    def interrupted(x):
-        if capturing:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        time_under_load([*fns, interrupted], [(1,)], 0.01, 3)
-    assert not capturing
+        time_under_load([*fns, cuda.raising(KeyboardInterrupt)], [(1,)], 0.01, 3)
+    assert not cuda.capturing
+
+
+def test_bursts_begin_after_a_pause_with_a_replay_that_does_not_count(monkeypatch):
+    cuda = PlayedCuda(monkeypatch)
+    monkeypatch.setattr(time, "sleep", lambda s: cuda.played.append(s))
+
+    def slow(name):  # the first replay behind a pause, and from the 40th on for want of power
+        since = cuda.played[::-1].index(PAUSE_S) if PAUSE_S in cuda.played else 1
+        return 2 if since == 0 or since >= 40 else 1
+
+    cuda.slow = slow
+    taken = time_in_bursts(cuda.function("a", 0.05), [(1,), (2,)])
+    replays = round(BURST_S * 1e3 / 0.5)
+    assert taken == pytest.approx([50.0] * (BURSTS * (replays - 1)))
+    assert cuda.played[-BURSTS * (replays + 1) :] == BURSTS * [PAUSE_S, *"a" * replays]
+    assert time_in_bursts(cuda.raising(RuntimeError("no")), [(1,)]) is None
+    # a replay longer than a burst has one that counts
+    assert time_in_bursts(cuda.function("a", 60.0), [(1,)]) == pytest.approx([60e3] * BURSTS)
+
+
+def test_only_a_gpu_has_bursts():
+    assert time_after_pauses(lambda x: x, [(torch.ones(3),)], "cpu") is None
+    with pytest.raises(ValueError, match="set of inputs"):
+        time_after_pauses(lambda: None, [], "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_functions_after_pauses():
+    inputs = [(torch.randn(1024, 1024, device="cuda", dtype=torch.float16),) for _ in range(3)]
+    before = torch.cuda.get_rng_state()
+    timing = time_after_pauses(lambda x: torch.dropout(x @ x, 0.5, True), inputs, "cuda")
+    assert timing.method == "cuda-graph in bursts" and timing.runs >= BURSTS
+    assert 0.5 < timing.p20_us <= timing.median_us <= timing.p80_us < 1000
+    assert time_after_pauses(lambda x: x.sum().item(), inputs, "cuda") is None
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert torch.randn(3, device="cuda").isfinite().all()
 
 
 @pytest.mark.gpu

@@ -189,16 +189,22 @@ def test_a_device_without_a_number_is_the_current_one(state, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu(monkeypatch):
-    """Twice the same, but for which half comes first: multiprocessor 0 is always on side 0."""
+    """Twice the same, also which side is 0: that of the lowest number."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         pytest.skip("needs an NVIDIA GPU")
     device = torch.device("cuda", torch.cuda.current_device())
-    found = []
+    measure, measured, tables = module._measured, [], []
+    monkeypatch.setattr(
+        module, "_measured", lambda of: measured.append(measure(of)) or measured[-1]
+    )
     for _ in range(2):
         monkeypatch.setattr(module, "_known", {})
         monkeypatch.setattr(module, "_refused", {})
-        found.append(l2_sides(device).tolist())
-    assert found[0] == found[1] and set(found[0]) <= {0, 1}
+        tables.append(l2_sides(device).tolist())
+    assert tables[0] == tables[1] and set(tables[0]) <= {0, 1}
+    assert measured[0] == measured[1]
+    assert all(tables[0][number] == side for number, side in measured[0].items())
     if "H200" in torch.cuda.get_device_name(device):
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        assert 0.25 < sum(found[0]) / count < 0.75
+        sides = list(measured[0].values())
+        assert len(sides) == torch.cuda.get_device_properties(device).multi_processor_count
+        assert 0.25 < sum(sides) / len(sides) < 0.75
