@@ -371,7 +371,7 @@ def summary(path: Path) -> str:
     """The summary that fits a CSV's columns."""
     from e2e_stats import e2e_summary
     from gather import is_gpu, kind_of
-    from stats import attention_summary, backward_summary, means, plain_summary, with_bursts
+    from stats import attention_summary, backward_summary, has_bursts, means, plain_summary
     from sweep_stats import sweep_summary
 
     rows = read_rows(path)
@@ -390,8 +390,8 @@ def summary(path: Path) -> str:
         text = attention_summary(rows)
         if is_gpu(rows[0]["device"]):  # on a CPU both columns are plain calls
             text += f"\nlaunch included:\n{means(rows, 'launch_us')}"
-            if timed := with_bursts(rows):
-                text += f"\nin bursts at full clock:\n{means(timed, 'burst_us')}"
+            if has_bursts(rows):
+                text += f"\nin bursts:\n{means(rows, 'burst_us')}"
         return text
     if kind == "backward":
         return backward_summary(rows)

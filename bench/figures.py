@@ -9,7 +9,7 @@ from typing import Any
 from e2e_stats import cells, compare, launched, replayed
 from gather import Group
 from results import number
-from stats import OPPONENTS, best_of, by_cell
+from stats import OPPONENTS, best_of, by_cell, floor_row
 from tables import ABLATION, PAPER_TUNING_S, bookkeeping_percent
 
 SHOWN = {
@@ -49,7 +49,7 @@ def attention_bars(figure: Any, group: Group) -> None:
     series: dict[str, list[float]] = {}
     for label, peers in SHOWN.items():
         best = [best_of(rows, peers) for rows in held.values()]
-        floors = [number(rows[0], "tile_floor_us") for rows in held.values()]
+        floors = [number(floor_row(rows), "tile_floor_us") for rows in held.values()]
         if any(best):
             series[label] = [
                 b.median_us / floor if b else math.nan

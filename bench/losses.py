@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from e2e_stats import PEERS, STOF, cells, launched, replayed
 from gather import Group, of_kind
 from results import number
-from stats import Row, best_of, by_cell, with_bursts
+from stats import Row, best_of, by_cell, has_bursts
 from tables import table
 
 
@@ -52,7 +52,7 @@ def all_losses(held: Sequence[Group]) -> list[Losses]:
         told.append(_attention(group, "median_us", "replay" if group.on_gpu else "calls"))
         if group.on_gpu:
             told.append(_attention(group, "launch_us", "launches included"))
-            if any(row.get("burst_us") for row in group.rows):
+            if has_bursts(group.rows):
                 told.append(_attention(group, "burst_us", "replay in bursts"))
     for group in of_kind(held, "backward"):
         how = "replay" if group.on_gpu else "calls"
@@ -73,8 +73,7 @@ def all_losses(held: Sequence[Group]) -> list[Losses]:
 
 def _attention(group: Group, column: str, how: str) -> Losses:
     pairs = []
-    timed = with_bursts(group.rows) if column == "burst_us" else group.rows
-    for cell, rows in by_cell(timed).items():
+    for cell, rows in by_cell(group.rows).items():
         stof, peer = best_of(rows, ("stof",), column), best_of(rows, None, column)
         if stof is not None and peer is not None:
             name = f"{peer.peer} {peer.variant}"

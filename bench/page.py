@@ -72,8 +72,7 @@ SECTIONS = (
     Section("Documents and random tiles", "Packed documents of 512 tokens in the mean, which begin "
             "anywhere and see themselves; a tenth of all tiles of 64 x 64.",
             "attention --grid blocks", _is("attention", "blocks"), tables.attention_table),
-    Section("No mask", "Each token sees all, and a causal mask where no other grid has it; "
-            "`stof_block` is STOF held to its own kernels.",
+    Section("No mask", "Each token sees all, and a causal mask where no other grid has it.",
             "attention --grid dense", _is("attention", "dense"), tables.attention_table),
     Section("Gradients of attention", "Both passes together, and the backward pass alone.",
             "backward --grid table2", _is("backward"), tables.backward_table),

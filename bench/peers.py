@@ -6,7 +6,6 @@ masks are prepared in ``build``, outside the timed call.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,9 @@ from cases import (
     mask_spec,
     random_tile_table,
 )
+from fa4 import DTYPES as FA4_DTYPES
+from fa4 import MASKS as FA4_MASKS
+from fa4 import fa4_attention, load_fa4
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -212,8 +214,7 @@ def flex_split(
 
 
 def _flex_flash(setup: Setup) -> Attend:
-    if importlib.util.find_spec("flash_attn") is None:
-        raise PeerMissingError("FA4 (flash_attn.cute) is not installed")
+    _fa4_function(setup.cell)
     rule = table_rule(setup.cell, setup.device)
     return _flex(_block_mask(setup, rule, 128), {"BACKEND": "FLASH"})
 
@@ -221,23 +222,18 @@ def _flex_flash(setup: Setup) -> Attend:
 # -- FlashAttention 4 ------------------------------------------------------------------------------
 
 
+def _fa4_function(cell: Cell) -> Callable[..., Any]:
+    function = load_fa4()
+    if function is None:
+        raise PeerMissingError("FA4 (flash_attn.cute) is not installed")
+    if cell.torch_dtype not in FA4_DTYPES:
+        raise PeerMissingError(f"FA4 has no {cell.dtype}")
+    return function
+
+
 def _fa4(setup: Setup) -> Attend:
     """Its own function, for the masks it has."""
-    cell = setup.cell
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError as missing:
-        raise PeerMissingError(f"FA4 (flash_attn.cute) is not installed: {missing}") from missing
-    asked: dict[str, Any] = {"causal": cell.mask == "causal"}
-    if cell.mask == "sliding":
-        asked["window_size"] = (cell.window, cell.window)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **asked)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
-        return out.transpose(1, 2)
-
-    return run
+    return fa4_attention(_fa4_function(setup.cell), setup.cell.mask, setup.cell.window)
 
 
 # -- FlexAttention's settings ----------------------------------------------------------------------
@@ -369,7 +365,7 @@ def attention_variants(cell: Cell, device: torch.device) -> list[Variant]:
             Variant("cudnn", cell.mask, partial(_sdpa_plain, backend=cudnn)),
         ]
         stof += [Variant("stof_block", "option", partial(_stof_option, attention="block"))]
-    if cell.mask in ("causal", "dense", "sliding"):
+    if cell.mask in FA4_MASKS:
         variants += [Variant("fa4", "function", _fa4)]
     variants += default_variants(cell)
     for name, block, options in expert_settings(cell):

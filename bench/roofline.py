@@ -11,16 +11,22 @@ attention, and its weights at copy bandwidth.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from cases import Cell
+from fa4 import fa4_attention, load_fa4
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+log = logging.getLogger(__name__)
 
 # FA4, dense, of the same device (not importable everywhere): (device, head dim) -> TFLOP/s
 PUBLISHED_TFLOPS = {("NVIDIA H200", 64): 535.0, ("NVIDIA H200", 128): 730.0}
@@ -164,15 +170,32 @@ def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[fl
     q, k, v = (torch.randn(shape, device=device).half() for _ in range(3))
     flop = 4 * shape[0] * shape[1] * shape[2] ** 2 * head_dim
     best, source = PUBLISHED_TFLOPS.get((name, head_dim), 0.0), "FA4, published for this device"
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+    for library, attend in _dense_kernels().items():
         try:
-            with sdpa_kernel(backend):
-                seconds = _seconds(lambda: F.scaled_dot_product_attention(q, k, v), device, 10)
-        except RuntimeError:  # this build has no such kernel; the other one still gives a rate
+            seconds = _seconds(partial(attend, q, k, v), device, 10)
+        except (
+            Exception
+        ) as error:  # a build without it, or FA4's many words for a head dim too wide
+            log.debug("no rate of %s at head dim %d: %s", library, head_dim, error)
             continue
         if flop / seconds / 1e12 > best:
-            best, source = flop / seconds / 1e12, backend.name
+            best, source = flop / seconds / 1e12, library
     return best, source
+
+
+def _dense_kernels() -> dict[str, Callable[..., Any]]:
+    """Attention without a mask by the libraries that are there."""
+
+    def forced(backend: SDPBackend, *tensors: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*tensors)
+
+    backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+    kernels: dict[str, Callable[..., Any]] = {b.name: partial(forced, b) for b in backends}
+    function = load_fa4()
+    if function is not None:
+        kernels["FA4"] = fa4_attention(function)
+    return kernels
 
 
 def load_ceilings(path: Path, device: torch.device, head_dim: int = 64) -> Ceilings:

@@ -42,34 +42,38 @@ def geometric_mean(values: Iterable[float]) -> float:
 def best_of(
     rows: Iterable[Row], peers: Sequence[str] | None, time_field: str = "median_us"
 ) -> Best | None:
-    """Fastest row among some peers (None: all but STOF) of those that have this time."""
+    """Fastest row among some peers (None: all but STOF) of those that have this time.
+
+    In bursts none where the row that is the fastest by replay was not timed so: another would
+    stand in for it.
+    """
     chosen = [
         r
         for r in rows
         if (r["peer"] in peers if peers is not None else r["peer"] not in STOF_PEERS)
-        and r.get(time_field)
     ]
+    if time_field == "burst_us":
+        lasting = [r for r in chosen if r["median_us"]]
+        if not lasting or not min(lasting, key=lambda r: number(r, "median_us")).get("burst_us"):
+            return None
+    chosen = [r for r in chosen if r.get(time_field)]
     if not chosen:
         return None
     row = min(chosen, key=lambda r: number(r, time_field))
     return Best(row["peer"], row["variant"], number(row, time_field), number(row, "launch_us"))
 
 
-def with_bursts(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the cells in which STOF and the fastest peer by replay were timed in bursts: without
-    that peer another would count as the best.
+def floor_row(rows: Sequence[Row]) -> Row:
+    """The row of a cell whose floors count: STOF's fastest, as they come from the ceilings of the
+    run that measured it; the first where it has none.
     """
-    kept: list[Row] = []
-    for group in by_cell(rows).values():
-        peer = best_of(group, None)
-        timed = {(r["peer"], r["variant"]) for r in group if r.get("burst_us")}
-        if (
-            peer is not None
-            and (peer.peer, peer.variant) in timed
-            and best_of(group, ("stof",), "burst_us")
-        ):
-            kept += group
-    return kept
+    ours = [r for r in rows if r["peer"] == "stof"]
+    return min(ours, key=lambda r: number(r, "median_us")) if ours else rows[0]
+
+
+def has_bursts(rows: Iterable[Row]) -> bool:
+    """Whether any row was timed in bursts."""
+    return any(row.get("burst_us") for row in rows)
 
 
 def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -111,7 +115,8 @@ def attention_summary(rows: Sequence[Row], time_field: str = "median_us") -> str
         ours = [r for r in group if r["peer"] == "stof"]
         fastest = min(ours, key=lambda r: number(r, time_field)) if ours else {}
         took = stof.median_us if stof is not None else math.nan
-        shares = [100 * number(group[0], f"{f}_floor_us") / took for f in ("element", "tile")]
+        floors = floor_row(group)
+        shares = [100 * number(floors, f"{f}_floor_us") / took for f in ("element", "tile")]
         setting = f"{peer.peer} {peer.variant}" if peer is not None else "-"
         times = " ".join(f"{_ms(best):>9s}" for best in (*shown, peer, stof))
         lines.append(

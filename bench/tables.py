@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence
 from e2e_stats import cells, compare, launched, replayed
 from gather import Group
 from results import number
-from stats import OPPONENTS, Row, best_of, by_cell, geometric_mean, means, with_bursts
+from stats import (
+    OPPONENTS,
+    Row,
+    best_of,
+    by_cell,
+    floor_row,
+    geometric_mean,
+    has_bursts,
+    means,
+)
 
 # Table 4 of the paper: seconds of STOF's own tuning on an A100 (specs/01, section 10)
 PAPER_TUNING_S = {
@@ -37,10 +46,9 @@ def density_table(group: Group) -> list[str]:
 def attention_table(group: Group) -> list[str]:
     """Milliseconds of the peers at their best and of STOF."""
     shapes = {(r["heads"], r["head_dim"], r["dtype"]) for r in group.rows}
-    timed = by_cell(with_bursts(group.rows))
+    bursts = has_bursts(group.rows)
     rows = []
     for cell, held in by_cell(group.rows).items():
-        first = held[0]
         stof, peer = best_of(held, ("stof",)), best_of(held, None)
         groups = (
             ("sdpa_mask",),
@@ -54,14 +62,15 @@ def attention_table(group: Group) -> list[str]:
         fastest = min(ours, key=lambda r: number(r, "median_us")) if ours else None
         graph = peer.median_us / stof.median_us if stof and peer else math.nan
         launch = _gain(held, "launch_us")
-        burst = [_plain(_gain(timed[cell], "burst_us"), 2) if cell in timed else "-"]
+        burst = _gain(held, "burst_us")
+        first = floor_row(held)
         floors = [100 * number(first, f) / stof.median_us if stof else math.nan
                   for f in ("element_floor_us", "tile_floor_us")]  # fmt: skip
         extra = () if len(shapes) == 1 else (f"{first['heads']}x{first['head_dim']}",)
         peak = number(fastest, "peak_bytes") / 2**20 if fastest else math.nan
         rows.append((
             cell, *extra, f"{number(first, 'density'):.3f}", *times, _plain(graph, 2),
-            *([_plain(launch, 2)] if group.on_gpu else []), *(burst if timed else []),
+            *([_plain(launch, 2)] if group.on_gpu else []), *([_plain(burst, 2)] if bursts else []),
             *(_plain(f, 0) for f in floors),
             f"{number(fastest, 'rms_rel'):.1e}" if fastest else "-",
             *([_plain(peak, 0)] if group.on_gpu else []),
@@ -69,7 +78,7 @@ def attention_table(group: Group) -> list[str]:
     head = (
         "cell", *(() if len(shapes) == 1 else ("heads x D",)), "density", "SDPA + mask",
         "flex default", "best flex", "cuDNN, flash, FA4", "best peer", "STOF", "best / STOF",
-        *(("with launches",) if group.on_gpu else ()), *(("in bursts",) if timed else ()),
+        *(("with launches",) if group.on_gpu else ()), *(("in bursts",) if bursts else ()),
         "element floor %", "tile floor %", "rms error", *(("MiB",) if group.on_gpu else ()),
     )  # fmt: skip
     heads, dim, dtype = next(iter(shapes))
@@ -79,9 +88,9 @@ def attention_table(group: Group) -> list[str]:
     text = [note, "", *table(head, rows), "", *_code(means(group.rows))]
     if group.on_gpu:
         text += ["", "Launches included:", "", *_code(means(group.rows, "launch_us"))]
-    if timed:
-        bursts = means([row for held in timed.values() for row in held], "burst_us")
-        text += ["", "In bursts of 20 ms, which all run at the full clock:", "", *_code(bursts)]
+    if bursts:
+        about = "In bursts of 20 to 30 ms behind pauses, where the fastest peer was timed so, too:"
+        text += ["", about, "", *_code(means(group.rows, "burst_us"))]
     return text
 
 

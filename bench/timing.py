@@ -109,7 +109,7 @@ def replay_time(
 def burst_time(
     fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device
 ) -> Timing | None:
-    """The same at a GPU's full clock, in replays of 20 ms between pauses; None where there is none.
+    """The same in replays of 20 to 30 ms between pauses; None on a CPU and for what takes longer.
 
     ``replay_time`` lasts so long that what draws much power runs at a lower clock for most of it.
     """

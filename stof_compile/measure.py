@@ -226,13 +226,13 @@ def time_as_in_use(
 def time_after_pauses(
     fn: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]], device: torch.device | str
 ) -> Timing | None:
-    """Time one call of ``fn`` on a GPU in bursts too short for its power limit to lower the clock
-    (see :func:`stof_compile.replay.time_in_bursts`).
+    """Time one call of ``fn`` on a GPU in bursts that are to end before its power limit lowers the
+    clock (see :func:`stof_compile.replay.time_in_bursts`).
 
     Args:
         fn, input_sets, device: as for :func:`time_callable`, which also says what is raised.
     Returns:
-        None on a CPU, and where no graph of it can be captured.
+        None on a CPU, where no graph of it can be captured, and where it takes too long.
     """
     if not input_sets:
         raise ValueError("timing needs at least one set of inputs")

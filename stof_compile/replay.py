@@ -30,10 +30,13 @@ WARM_S = 0.2
 """Of replays before functions are timed under load."""
 
 PAUSE_S = 0.1
-"""Before a burst. After 20 ms a GPU already begins at its full clock again."""
+"""Before a burst. After 20 ms an H200 already begins at its full clock again."""
 
 BURST_S = 0.02
-"""Of replays behind a pause: an H200 keeps its full clock for 30 ms, whatever it draws."""
+"""Of replays behind a pause, the one that wakes the device included."""
+
+LONGEST_BURST_S = 0.03
+"""So long an H200 keeps its full clock, whatever it draws."""
 
 BURSTS = 5
 
@@ -83,35 +86,37 @@ def time_on_cuda(
 def time_in_bursts(
     fn: Callable[..., Any], input_sets: Sequence[tuple[Any, ...]]
 ) -> list[float] | None:
-    """Time a function on the current CUDA device at its full clock, as a kernel runs that follows
-    others which need less power: ``BURSTS`` times ``BURST_S`` of replays, ``PAUSE_S`` apart. The
-    first replay of each wakes the device and does not count.
+    """Time a function on the current CUDA device in bursts, ``PAUSE_S`` apart, that end before a
+    GPU that draws all the power it may have lowers its clock: as a kernel runs whose neighbours
+    draw less. The first replay of each wakes the device and does not count.
 
     Args:
         fn, input_sets: as for ``measure.time_callable``.
     Returns:
-        Microseconds of one call, a sample each replay; None where the function cannot be captured.
+        Microseconds of one call, a sample each replay; None where the function cannot be captured,
+        or two replays of a call on each input set take longer than ``LONGEST_BURST_S``.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     taken: list[float] = []
     with torch.cuda.stream(stream):
+        for inputs in input_sets:
+            fn(*inputs)
+        stream.synchronize()
         try:
-            for inputs in input_sets:
-                fn(*inputs)
             graph, calls, one_us = _long_graph(fn, input_sets, stream)
-            for _ in range(BURSTS):
+            runs = _runs(BURST_S, one_us, 2)
+            for _ in range(BURSTS if runs * one_us <= LONGEST_BURST_S * 1e6 else 0):
                 stream.synchronize()
                 time.sleep(PAUSE_S)
-                samples = _event_samples(graph.replay, _runs(BURST_S, one_us, 2))
+                samples = _event_samples(graph.replay, runs)
                 taken += [us / calls for us in samples[1:]]
         except RuntimeError as error:  # as in ``time_on_cuda``
             log.debug("timing without bursts: %s", error)
             torch.cuda.synchronize()
-            return None
         stream.synchronize()
     torch.cuda.current_stream().wait_stream(stream)
-    return taken
+    return taken or None
 
 
 def time_under_load(

@@ -188,7 +188,7 @@ def test_bursts_count_where_the_fastest_peer_has_them(folder):
     text = render(folder)
     assert "best / STOF | with launches | in bursts |" in section(text)
     assert "| 1.00 | 1.00 | 1.25 |" in section(text)  # 8 / 8 replayed and launched, 7.5 / 6
-    assert "In bursts of 20 ms" in section(text) and text.count("in bursts |") == 1
+    assert "In bursts of 20 to 30 ms" in section(text) and text.count("in bursts |") == 1
     faster = attention("cudnn", "7", "9", "16x2048/dense", burst_us="")
     rows = [*FILES["attention-dense-cuda"], faster]
     rows += [
@@ -200,6 +200,43 @@ def test_bursts_count_where_the_fastest_peer_has_them(folder):
     titles = {told.title: told for told in all_losses(groups(folder))}
     told = titles["Attention (`attention-dense-cuda`), replay in bursts"]
     assert told.count == 1 and [loss.cell for loss in told.found] == ["16x4096/dense"]
+
+
+def test_each_group_of_peers_needs_the_bursts_of_its_own_fastest():
+    from stats import best_of, means
+
+    rows = [
+        attention("cudnn", "7", "9", burst_us="6"),
+        {**attention("flex_expert", "8", "9", burst_us=""), "variant": "b128"},
+        attention("flex_expert", "9", "9", burst_us="8.5"),
+        attention("flex_default", "12", "9", burst_us="11"),
+        attention("stof", "5", "9", burst_us="4"),
+    ]
+    assert best_of(rows, ("flex_expert",), "burst_us") is None
+    text = means(rows, "burst_us")
+    assert "best peer   : geometric mean 1.50x over 1 cells" in text
+    assert "default flex: geometric mean 2.75x" in text and "expert" not in text
+    assert not means([*rows, attention("stof", "4.5", "9", burst_us="")], "burst_us")
+
+
+def test_rows_held_to_own_kernels_are_neither_a_peer_nor_stof():
+    from losses import STOF
+    from stats import best_of
+
+    rows = [attention(peer, "1", "1", burst_us="1") for peer in ("stof_block", "stof_fn")]
+    rows += [attention("cudnn", "7", "9", burst_us="6"), attention("stof", "8", "9", burst_us="7")]
+    for column in ("median_us", "launch_us", "burst_us"):
+        assert best_of(rows, None, column).peer == "cudnn"
+        assert best_of(rows, ("stof",), column).peer == "stof"
+    assert "stof_block" not in STOF
+
+
+def test_floors_are_those_of_the_run_that_measured_stof():
+    from stats import floor_row
+
+    old = attention("cudnn", "7", "9", date="2026-01-01T00:00Z")
+    rows = [old, attention("stof", "8", "9"), attention("stof", "6", "9", tile_floor_us="3")]
+    assert floor_row(rows)["tile_floor_us"] == "3" and floor_row([old]) is old
 
 
 def test_an_ablation_is_a_group_of_its_own(folder):

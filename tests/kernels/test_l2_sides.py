@@ -205,6 +205,8 @@ def test_a_gpu(monkeypatch):
     assert measured[0] == measured[1]
     assert all(tables[0][number] == side for number, side in measured[0].items())
     if "H200" in torch.cuda.get_device_name(device):
-        sides = list(measured[0].values())
-        assert len(sides) == torch.cuda.get_device_properties(device).multi_processor_count
-        assert 0.25 < sum(sides) / len(sides) < 0.75
+        sides = measured[0]
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        assert len(sides) >= (1 - module._MOST_UNCLEAR) * count
+        assert 0.25 < sum(sides.values()) / len(sides) < 0.75
+        assert sides[min(sides)] == 0
