@@ -173,9 +173,7 @@ def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[fl
     for library, attend in _dense_kernels().items():
         try:
             seconds = _seconds(partial(attend, q, k, v), device, 10)
-        except (
-            Exception
-        ) as error:  # a build without it, or FA4's many words for a head dim too wide
+        except Exception as error:  # not in this build, or too wide a head, in FA4's many words
             log.debug("no rate of %s at head dim %d: %s", library, head_dim, error)
             continue
         if flop / seconds / 1e12 > best:

@@ -113,6 +113,7 @@ def time_in_bursts(
                 taken += [us / calls for us in samples[1:]]
         except RuntimeError as error:  # as in ``time_on_cuda``
             log.debug("timing without bursts: %s", error)
+            taken.clear()
             torch.cuda.synchronize()
         stream.synchronize()
     torch.cuda.current_stream().wait_stream(stream)

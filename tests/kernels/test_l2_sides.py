@@ -202,7 +202,6 @@ def test_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "_refused", {})
         tables.append(l2_sides(device).tolist())
     assert tables[0] == tables[1] and set(tables[0]) <= {0, 1}
-    assert measured[0] == measured[1]
     assert all(tables[0][number] == side for number, side in measured[0].items())
     if "H200" in torch.cuda.get_device_name(device):
         sides = measured[0]
