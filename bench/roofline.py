@@ -173,7 +173,7 @@ def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[fl
     for library, attend in _dense_kernels().items():
         try:
             seconds = _seconds(partial(attend, q, k, v), device, 10)
-        except Exception as error:  # not in this build, or too wide a head, in FA4's many words
+        except Exception as error:  # not in this build, or too wide a head: FA4 has many classes
             log.debug("no rate of %s at head dim %d: %s", library, head_dim, error)
             continue
         if flop / seconds / 1e12 > best:
@@ -182,18 +182,20 @@ def _dense_attention(name: str, device: torch.device, head_dim: int) -> tuple[fl
 
 
 def _dense_kernels() -> dict[str, Callable[..., Any]]:
-    """Attention without a mask by the libraries that are there."""
+    """Attention without a mask by libraries, which raise where they cannot run."""
 
     def forced(backend: SDPBackend, *tensors: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(*tensors)
 
+    def of_fa4(*tensors: Tensor) -> Tensor:
+        function = load_fa4()
+        if function is None:
+            raise RuntimeError("it is not installed")
+        return fa4_attention(function)(*tensors)
+
     backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    kernels: dict[str, Callable[..., Any]] = {b.name: partial(forced, b) for b in backends}
-    function = load_fa4()
-    if function is not None:
-        kernels["FA4"] = fa4_attention(function)
-    return kernels
+    return {**{b.name: partial(forced, b) for b in backends}, "FA4": of_fa4}
 
 
 def load_ceilings(path: Path, device: torch.device, head_dim: int = 64) -> Ceilings:

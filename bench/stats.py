@@ -42,24 +42,18 @@ def geometric_mean(values: Iterable[float]) -> float:
 def best_of(
     rows: Iterable[Row], peers: Sequence[str] | None, time_field: str = "median_us"
 ) -> Best | None:
-    """Fastest row among some peers (None: all but STOF) of those that have this time.
+    """Fastest row among some peers (None: all but STOF) by a time.
 
-    In bursts none where the row that is the fastest by replay was not timed so: another would
-    stand in for it.
+    None where the one that is the fastest by replay does not have it: another would stand in.
     """
     chosen = [
         r
         for r in rows
         if (r["peer"] in peers if peers is not None else r["peer"] not in STOF_PEERS)
     ]
-    if time_field == "burst_us":
-        lasting = [r for r in chosen if r["median_us"]]
-        if not lasting or not min(lasting, key=lambda r: number(r, "median_us")).get("burst_us"):
-            return None
-    chosen = [r for r in chosen if r.get(time_field)]
-    if not chosen:
+    if not chosen or not min(chosen, key=lambda r: number(r, "median_us")).get(time_field):
         return None
-    row = min(chosen, key=lambda r: number(r, time_field))
+    row = min((r for r in chosen if r.get(time_field)), key=lambda r: number(r, time_field))
     return Best(row["peer"], row["variant"], number(row, time_field), number(row, "launch_us"))
 
 

@@ -87,10 +87,34 @@ def test_why_it_is_missing(monkeypatch, peer):
 def test_it_may_be_the_ceiling(monkeypatch):
     import roofline
 
+    def named(library):
+        return lambda *tensors: library
+
+    seconds = {"CUDNN_ATTENTION": 2.0, "FLASH_ATTENTION": 4.0, "FA4": 1.0}
+    run = roofline._dense_kernels()
+    assert list(run) == list(seconds)
+    q = torch.randn(1, 2, 8, 16)
     monkeypatch.setattr(roofline, "load_fa4", lambda: flash)
-    assert list(roofline._dense_kernels()) == ["CUDNN_ATTENTION", "FLASH_ATTENTION", "FA4"]
-    monkeypatch.setattr(roofline, "load_fa4", lambda: None)
-    assert "FA4" not in roofline._dense_kernels()
+    assert_close(run["FA4"](q, q, q), scaled_dot_product_attention(q, q, q).double())
+    monkeypatch.setattr(roofline, "_dense_kernels", lambda: {name: named(name) for name in seconds})
+    monkeypatch.setattr(roofline, "_seconds", lambda call, device, repeats: seconds[call()])
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.zeros(1))
+    rate, source = roofline._dense_attention("another", CPU, 80)
+    assert source == "FA4" and rate == 4 * 32 * 12288**2 * 80 / 1e12
+
+
+@pytest.mark.parametrize("fails", [lambda: None, lambda: 1 / 0], ids=["missing", "broken"])
+def test_a_ceiling_does_without_it(monkeypatch, fails):
+    """Also where its import ends in something else than an ImportError."""
+    import roofline
+
+    monkeypatch.setattr(roofline, "load_fa4", fails)
+    monkeypatch.setattr(roofline, "_seconds", lambda call, *rest: call() and 1.0)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.zeros(1))
+    with_sdpa = {"CUDNN_ATTENTION": lambda *tensors: True, "FA4": roofline._dense_kernels()["FA4"]}
+    monkeypatch.setattr(roofline, "_dense_kernels", lambda: with_sdpa)
+    rate, source = roofline._dense_attention("another", CPU, 80)
+    assert source == "CUDNN_ATTENTION" and rate > 0
 
 
 def test_a_cell_without_a_mask_has_all_elements():
@@ -105,25 +129,16 @@ def test_a_cell_without_a_mask_has_all_elements():
     }
 
 
-def test_the_row_has_the_bursts_of_its_own(monkeypatch, tmp_path):
+def test_the_row_has_bursts_of_its_own(monkeypatch, tmp_path):
     import attention
     import timing
-    from peers import chosen_variants
+    from results import read_rows
 
     from stof_compile.measure import Timing
 
     monkeypatch.setattr(timing, "burst_time", lambda *a: Timing(7.0, 6.0, 8.0, 5, "bursts"))
-    cell = cell_of("dense", "float32", window=0)
-    attention.run_cell(
-        cell, CPU, attention.Paths(tmp_path / "rows.csv", tmp_path), 1, only=["sdpa_mask"]
-    )
-    (row,) = attention_rows(tmp_path / "rows.csv")
+    cell, paths = cell_of("dense", "float32", window=0), (tmp_path / "rows.csv", tmp_path)
+    attention.run_cell(cell, CPU, attention.Paths(*paths), 1, only=["sdpa_mask"])
+    (row,) = read_rows(paths[0])
     assert [row[f"burst_{name}us"] for name in ("", "p20_", "p80_")] == ["7", "6", "8"]
     assert row["median_us"] != "7"
-    assert len(chosen_variants(cell, CPU, ["sdpa_mask"])) == 1
-
-
-def attention_rows(path):
-    from results import read_rows
-
-    return read_rows(path)
